@@ -1,0 +1,323 @@
+"""Every field: documented, settable, with an effect on the resolved configuration, and bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.config import Config, dump_yaml, load_config
+from verl.config.keys import defaults, leaves, sections
+from verl.errors import ConfigError
+
+BASE = ["data.train_files=[train.parquet]", "model.path=tiny"]
+
+# For every field: a valid value that is not its default, and what else must be set for it to be valid.
+OTHER = {
+    "data.train_files": ("[other.parquet]",),
+    "data.val_files": ("[val.parquet]",),
+    "data.train_batch_size": ("512",),
+    "data.val_batch_size": ("7",),
+    "data.max_prompt_length": ("100",),
+    "data.max_response_length": ("100",),
+    "data.truncation": ("middle",),
+    "data.filter_overlong_prompts": ("true",),
+    "data.prompt_key": ("question",),
+    "data.answer_key": ("label",),
+    "data.reward_fn_key": ("source",),
+    "data.shuffle": ("false",),
+    "data.seed": ("5",),
+    "data.train_max_samples": ("100",),
+    "data.val_max_samples": ("100",),
+    "data.drop_last": ("false",),
+    "data.chat_template_kwargs": ("{enable_thinking: false}",),
+    "model.path": ("other",),
+    "model.tokenizer_path": ("tok",),
+    "model.dtype": ("fp32",),
+    "model.trust_remote_code": ("true",),
+    "model.enable_gradient_checkpointing": ("true",),
+    "actor.ppo_mini_batch_size": ("128",),
+    "actor.ppo_micro_batch_size_per_gpu": ("8",),
+    "actor.use_dynamic_bsz": ("true",),
+    "actor.ppo_max_token_len_per_gpu": ("2048",),
+    "actor.gradient_accumulation": ("32", "actor.ppo_micro_batch_size_per_gpu=8"),
+    "actor.ppo_epochs": ("2",),
+    "actor.shuffle": ("true",),
+    "actor.grad_clip": ("0.5",),
+    "actor.clip_ratio": ("0.3",),
+    "actor.clip_ratio_low": ("0.1",),
+    "actor.clip_ratio_high": ("0.28",),
+    "actor.clip_ratio_c": ("10",),
+    "actor.entropy_coeff": ("0.01",),
+    "actor.use_kl_loss": ("true",),
+    "actor.kl_loss_coef": ("0.1",),
+    "actor.kl_loss_type": ("k2+",),
+    "actor.loss_agg_mode": ("seq-mean-token-sum-norm",),
+    "actor.loss_scale_factor": ("1024",),
+    "actor.policy_loss.loss_mode": None,  # one value so far
+    "actor.prefix_sharing": ("off",),
+    "actor.recompute_old_log_probs": ("always",),
+    "rollout.name": None,  # one value so far
+    "rollout.n": ("4",),
+    "rollout.temperature": ("0.7",),
+    "rollout.top_p": None,  # fixed by law 3; refused in test_config_rules
+    "rollout.top_k": None,  # likewise
+    "rollout.max_num_seqs": ("8",),
+    "rollout.max_num_batched_tokens": ("100",),
+    "rollout.stop": ("['</answer>']",),
+    "rollout.stop_token_ids": ("[5]",),
+    "rollout.ignore_eos": ("true",),
+    "rollout.val_kwargs.temperature": ("0.6",),
+    "rollout.val_kwargs.top_p": ("0.9",),
+    "rollout.val_kwargs.top_k": ("50",),
+    "rollout.val_kwargs.n": ("4", "rollout.val_kwargs.temperature=1"),
+    "rollout.val_kwargs.do_sample": ("false",),
+    "ref.log_prob_micro_batch_size_per_gpu": ("8",),
+    "ref.log_prob_max_token_len_per_gpu": ("4096",),
+    "critic.model.path": ("other",),
+    "critic.ppo_mini_batch_size": ("64",),
+    "critic.ppo_micro_batch_size_per_gpu": ("8",),
+    "critic.use_dynamic_bsz": ("true",),
+    "critic.ppo_max_token_len_per_gpu": ("4096",),
+    "critic.ppo_epochs": ("2",),
+    "critic.cliprange_value": ("0.2",),
+    "critic.grad_clip": ("0.5",),
+    "critic.loss_agg_mode": ("token-sum",),
+    "algorithm.adv_estimator": ("grpo", "rollout.n=2"),
+    "algorithm.gamma": ("0.9",),
+    "algorithm.lam": ("0.95",),
+    "algorithm.whiten_advantages": ("false",),
+    "algorithm.use_kl_in_reward": ("true",),
+    "algorithm.kl_penalty": ("low_var_kl",),
+    "algorithm.kl_ctrl.type": ("adaptive",),
+    "algorithm.kl_ctrl.kl_coef": ("0.2",),
+    "algorithm.kl_ctrl.target_kl": ("6",),
+    "algorithm.kl_ctrl.horizon": ("100",),
+    "algorithm.norm_adv_by_std_in_grpo": ("false",),
+    "reward.rule": ("gsm8k",),
+    "reward.custom_reward_function.path": ("reward.py",),
+    "reward.custom_reward_function.name": ("score",),
+    "reward.reward_kwargs": ("{weight: 2}",),
+    "reward.max_failed_fraction": ("0.1",),
+    "trainer.logger": ("[console, tensorboard]",),
+    "trainer.project_name": ("p",),
+    "trainer.experiment_name": ("e",),
+    "trainer.total_epochs": ("3",),
+    "trainer.total_training_steps": ("10",),
+    "trainer.nnodes": ("2",),
+    "trainer.n_gpus_per_node": ("0",),
+    "trainer.save_freq": ("5",),
+    "trainer.test_freq": ("5",),
+    "trainer.val_before_train": ("false",),
+    "trainer.critic_warmup": ("2",),
+    "trainer.resume_mode": ("disable",),
+    "trainer.resume_from_path": ("ckpt",),
+    "trainer.default_local_dir": ("/tmp/x",),
+    "trainer.log_val_generations": ("0",),
+    "trainer.device": ("cpu",),
+    "trainer.seed": ("2",),
+    "trainer.keep_last": ("null",),
+    "cluster.backend": ("inline",),
+    "cluster.address": ("10.0.0.1:6379",),
+    "cluster.threads": ("2",),
+    "cluster.start_timeout": ("10",),
+} | {
+    f"{role}.optim.{name}": (value,)
+    for role in ("actor", "critic")
+    for name, value in {
+        "lr": "1e-3",
+        "lr_scheduler_type": "cosine",
+        "lr_warmup_steps": "3",
+        "lr_warmup_steps_ratio": "0.1",
+        "min_lr_ratio": "0.1",
+        "weight_decay": "0.0",
+        "betas": "[0.8, 0.95]",
+        "eps": "1e-6",
+    }.items()
+}
+
+
+def value_of(config: Config, key: str) -> object:
+    place: object = config
+    for part in key.split("."):
+        place = getattr(place, part)
+    return place
+
+
+def test_the_table_covers_the_schema():
+    assert OTHER.keys() == leaves().keys()
+
+
+@pytest.mark.parametrize("key", [key for key, other in OTHER.items() if other])
+def test_changing_a_field_changes_the_resolved_configuration(key):
+    value, *needs = OTHER[key]
+    before = load_config(None, [*BASE, *needs]).config
+    after = load_config(None, [*BASE, *needs, f"{key}={value}"]).config
+    assert value_of(after, key) != value_of(before, key)
+    assert dump_yaml(after) != dump_yaml(before)
+    changed = [other for other in leaves() if value_of(after, other) != value_of(before, other)]
+    assert changed == [key]
+
+
+@pytest.mark.parametrize("key", [*leaves(), *sections()])
+def test_every_field_is_documented(key):
+    description = (leaves() | sections())[key].description
+    assert description is not None and len(description) > 5 and description.endswith(".")
+
+
+def test_defaults_are_those_of_the_field():
+    stated = {
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "data.truncation": "error",
+        "data.reward_fn_key": "data_source",
+        "actor.ppo_mini_batch_size": 256,
+        "actor.ppo_max_token_len_per_gpu": 16384,
+        "actor.optim.lr": 1e-6,
+        "critic.optim.lr": 1e-5,
+        "actor.optim.weight_decay": 0.01,
+        "actor.clip_ratio": 0.2,
+        "actor.clip_ratio_c": 3.0,
+        "actor.kl_loss_coef": 0.001,
+        "actor.kl_loss_type": "low_var_kl",
+        "actor.loss_agg_mode": "token-mean",
+        "rollout.n": 1,
+        "rollout.temperature": 1.0,
+        "rollout.top_k": -1,
+        "rollout.val_kwargs.temperature": 0.0,
+        "critic.cliprange_value": 0.5,
+        "critic.ppo_max_token_len_per_gpu": 32768,
+        "algorithm.adv_estimator": "gae",
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_ctrl.horizon": 10000,
+        "trainer.n_gpus_per_node": "auto",
+        "trainer.save_freq": -1,
+    }
+    assert {key: defaults()[key] for key in stated} == stated
+
+
+def test_a_critic_section_without_lr_keeps_the_critics_lr():
+    config = load_config(None, [*BASE, "critic.optim.weight_decay=0"]).config
+    assert config.critic.optim.lr == 1e-5 and config.critic.optim.weight_decay == 0
+
+
+# B151, B027: (override, rule that the message states)
+NONSENSE = [
+    ("actor.optim.lr=-1", "at least 0"),
+    ("critic.optim.lr=-1e-6", "at least 0"),
+    ("actor.optim.eps=0", "above 0"),
+    ("actor.optim.lr_warmup_steps=-2", "at least -1"),
+    ("actor.optim.lr=.nan", "a finite number"),
+    ("actor.optim.lr=.inf", "a finite number"),
+    ("rollout.n=0", "at least 1"),
+    ("rollout.n=2.5", "a whole number"),
+    ("algorithm.gamma=1.5", "at most 1"),
+    ("algorithm.lam=-0.1", "at least 0"),
+    ("actor.clip_ratio=-0.1", "above 0"),
+    ("actor.clip_ratio_low=-0.1", "above 0"),
+    ("actor.clip_ratio_c=0.9", "above 1"),
+    ("actor.clip_ratio_c=1", "above 1"),
+    ("actor.clip_ratio_c=3i", "a number"),
+    ("data.max_prompt_length=0", "at least 1"),
+    ("data.max_response_length=0", "at least 1"),
+    ("data.train_batch_size=0", "at least 1"),
+    ("rollout.temperature=-1", "at least 0"),
+    ("rollout.val_kwargs.temperature=-1", "at least 0"),
+    ("rollout.top_p=0", "above 0"),
+    ("rollout.val_kwargs.top_p=1.1", "at most 1"),
+    ("algorithm.kl_ctrl.horizon=0", "at least 1"),
+    ("algorithm.kl_ctrl.target_kl=0", "above 0"),
+    ("trainer.total_epochs=0", "at least 1"),
+    ("reward.max_failed_fraction=1.5", "at most 1"),
+    ("trainer.seed=-1", "at least 0"),
+    ("trainer.val_before_train=perhaps", "true or false"),
+]
+
+
+@pytest.mark.parametrize(("override", "rule"), NONSENSE)
+def test_nonsense_is_refused_with_field_value_and_fix(override, rule):
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, override])
+    assert caught.value.what == f"{key} must be {rule}"
+    shown = str(caught.value.value)
+    assert shown == value or shown == value.lstrip(".") or float(shown) == float(value)
+    assert caught.value.fix.startswith(f"set {key} to {rule} (")
+
+
+@pytest.mark.parametrize("key", ["trainer.save_freq", "trainer.test_freq", "data.train_max_samples"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_never_is_minus_one_and_nothing_else(key, value):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, f"{key}={value}"])
+    assert caught.value.what == f"{key}: must be -1 or at least 1"
+    assert caught.value.value == value
+    assert "-1 for never" in caught.value.fix
+
+
+@pytest.mark.parametrize("key", ["rollout.n", "actor.optim.lr", "rollout.top_k", "trainer.n_gpus_per_node"])
+def test_a_boolean_is_not_a_number(key):
+    with pytest.raises(ConfigError, match=f"{key}: must be a number, not true or false"):
+        load_config(None, [*BASE, f"{key}=true"])
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("algorithm.adv_estimator=grop", "did you mean grpo?"),
+        ("actor.loss_agg_mode=token-meen", "did you mean token-mean?"),
+        ("actor.kl_loss_type=low_var", "did you mean low_var_kl?"),
+        ("trainer.device=cudaa", "did you mean cuda?"),
+        ("trainer.resume_mode=resume", "did you mean resume_path?"),
+        ("model.dtype=bfloat", "did you mean bfloat16?"),
+        ("actor.kl_loss_type=full", "use low_var_kl"),
+        ("actor.kl_loss_type=full+", "use low_var_kl"),
+        ("model.dtype=fp16", "use bfloat16 or float32"),
+    ],
+)
+def test_a_bad_choice_names_the_nearest(override, fix):
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, override])
+    assert caught.value.what.startswith(key)
+    assert caught.value.value == value
+    assert fix in caught.value.fix
+
+
+def test_all_bad_fields_are_in_one_message():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["rollout.n=0", "actor.optim.lr=-1", "actor.optim.betas=[0.9]"])
+    text = str(caught.value)
+    assert text.startswith("the configuration has 5 problems:")
+    for key in ("data.train_files is required", "model.path is required", "rollout.n", "actor.optim.lr must"):
+        assert key in text
+    assert "actor.optim.betas has too few values" in text
+
+
+@pytest.mark.parametrize("value", ["{a: .nan}", "{a: [{b: .inf}]}", "{a: {1: b}}", "{a: !!binary aGk=}"])
+def test_free_mappings_hold_what_json_can_hold(value):
+    with pytest.raises(ConfigError, match=r"reward\.reward_kwargs: ") as caught:
+        load_config(None, [*BASE, f"reward.reward_kwargs={value}"])
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(("value", "dtype"), [("fp32", "float32"), ("float", "float32"), ("bf16", "bfloat16")])
+def test_dtype_names(value, dtype):
+    assert load_config(None, [*BASE, f"model.dtype={value}"]).config.model.dtype == dtype
+
+
+@pytest.mark.parametrize("value", ["-1", "0", "null"])
+def test_top_k_sentinels_all_mean_off(value):
+    """B089"""
+    config = load_config(None, [*BASE, f"rollout.top_k={value}", f"rollout.val_kwargs.top_k={value}"]).config
+    assert config.training_sampling.top_k == -1
+    assert config.validation_sampling.top_k == -1
+
+
+def test_validation_top_k_one_stays_one():
+    assert load_config(None, [*BASE, "rollout.val_kwargs.top_k=1"]).config.validation_sampling.top_k == 1
+
+
+def test_configurations_are_frozen():
+    config = load_config(None, BASE).config
+    with pytest.raises(ValueError, match="frozen"):
+        config.rollout.n = 4

@@ -1,0 +1,76 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregation import Denominators, aggregate_loss, loss_metric
+from verl.algorithms.masking import require_same_shape, select
+from verl.algorithms.metric import Metric, explained_variance_metrics, mean_metric
+
+if TYPE_CHECKING:
+    from verl.config.schema_roles import CriticConfig
+
+
+@dataclass(frozen=True)
+class ValueLossInputs:
+    """One micro-batch for the critic, all (B, R).
+
+    Attributes:
+        values: current predictions, with gradient.
+        old_values: predictions at the start of this update.
+        returns: targets.
+        response_mask: bool, the trained tokens.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    response_mask: Tensor
+
+    def __post_init__(self) -> None:
+        require_same_shape(
+            self.values.shape, old_values=self.old_values, returns=self.returns, response_mask=self.response_mask
+        )
+
+
+def value_loss(
+    inputs: ValueLossInputs, config: CriticConfig, denominators: Denominators
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Half the squared error, the larger of the plain and the clipped one (PPO's value clipping; Schulman et al.
+    2017, as in the authors' code).
+
+    Per token ``0.5 * max((v - R)^2, (clip(v, old - eps, old + eps) - R)^2)``: the clip is additive around the old
+    value. ``config.cliprange_value`` None: plain, ``0.5 (v - R)^2``.
+
+    Config: ``cliprange_value``, ``loss_agg_mode``.
+
+    Metrics: ``critic/vf_loss``; ``critic/vf_clipfrac``, share of tokens whose value moved farther from the old one
+    than the range, whichever term won; ``critic/vpred_mean``; ``critic/vf_explained_var``, formed at the end from the
+    sums given here, of the predictions before the update (``old_values``, the ones that the advantages used).
+    """
+    mask = inputs.response_mask.bool()
+    values, old, returns = (select(x, mask) for x in (inputs.values, inputs.old_values, inputs.returns))
+    old, returns = old.detach(), returns.detach()
+    squared = (values - returns).square()
+    moved_too_far = torch.zeros_like(mask)
+    if config.cliprange_value is not None:
+        eps = config.cliprange_value
+        held = torch.minimum(torch.maximum(values, old - eps), old + eps)
+        squared = torch.maximum(squared, (held - returns).square())
+        moved_too_far = (values - old).abs() > eps
+    mode = config.loss_agg_mode
+    loss = aggregate_loss(0.5 * squared, mask, mode, denominators)
+    return loss, {
+        "critic/vf_loss": loss_metric(loss, mask, denominators),
+        "critic/vf_clipfrac": mean_metric(moved_too_far.double(), mask),
+        "critic/vpred_mean": mean_metric(values, mask),
+        **explained_variance_metrics("critic/vf_explained_var", old, returns, mask),
+    }

@@ -1,0 +1,1 @@
+"""Workers: the processes that hold the models, in this process or over Ray."""

@@ -1,0 +1,114 @@
+"""The roles of a run as the controller sees them: plain calls, wherever the models are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from verl.algorithms.aggregation import Denominators
+from verl.algorithms.metric import Metric
+from verl.protocol import DataProto
+from verl.rollout.protocol import EngineStats, Request, Result
+
+
+class WorkerCalls(Protocol):
+    """What a process with all roles answers to: :class:`verl.cluster.worker.Worker`, or its stand-in over Ray."""
+
+    def generate(self, requests: list[Request]) -> list[Result]: ...
+    def publish(self, version: int) -> None: ...
+    def engine_stats(self) -> EngineStats: ...
+    def score(self, batch: DataProto) -> DataProto: ...
+    def actor_log_probs(self, batch: DataProto) -> DataProto: ...
+    def reference_log_probs(self, batch: DataProto) -> DataProto: ...
+    def values(self, batch: DataProto) -> DataProto: ...
+    def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]: ...
+    def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]: ...
+    def save(self, folder: str) -> None: ...
+    def load(self, folder: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The actor."""
+
+    worker: WorkerCalls
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        return self.worker.actor_log_probs(batch)
+
+    def update(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        return self.worker.update_actor(mini_batch, denominators)
+
+
+@dataclass(frozen=True)
+class Reference:
+    worker: WorkerCalls
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        return self.worker.reference_log_probs(batch)
+
+
+@dataclass(frozen=True)
+class Critic:
+    worker: WorkerCalls
+
+    def values(self, batch: DataProto) -> DataProto:
+        return self.worker.values(batch)
+
+    def update(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        return self.worker.update_critic(mini_batch, denominators)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    worker: WorkerCalls
+
+    def score(self, batch: DataProto) -> DataProto:
+        return self.worker.score(batch)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    worker: WorkerCalls
+
+    def generate(self, requests: list[Request]) -> list[Result]:
+        return self.worker.generate(requests)
+
+    def publish(self, version: int) -> None:
+        self.worker.publish(version)
+
+    def stats(self) -> EngineStats:
+        return self.worker.engine_stats()
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what in a run; None where the algorithm needs no such role.
+
+    Attributes:
+        exact_rollout: the engine's log-probs are proven to be the trainer's, bit for bit.
+    """
+
+    policy: Policy
+    rollout: Rollout
+    scorer: Scorer
+    reference: Reference | None
+    critic: Critic | None
+    exact_rollout: bool
+
+    @classmethod
+    def in_one_worker(cls, worker: WorkerCalls, *, reference: bool, critic: bool, exact_rollout: bool) -> Roles:
+        return cls(
+            policy=Policy(worker),
+            rollout=Rollout(worker),
+            scorer=Scorer(worker),
+            reference=Reference(worker) if reference else None,
+            critic=Critic(worker) if critic else None,
+            exact_rollout=exact_rollout,
+        )
+
+    def save(self, folder: str) -> None:
+        self.policy.worker.save(folder)
+
+    def load(self, folder: str) -> None:
+        self.policy.worker.load(folder)

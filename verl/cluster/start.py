@@ -1,0 +1,51 @@
+"""Starting and stopping the workers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from verl.cluster.roles import Roles
+from verl.config import Config
+from verl.errors import ClusterError
+from verl.rollout.parity import ParityReport
+
+Report = Callable[[str], None]
+
+
+@contextmanager
+def start_workers(config: Config, report: Report) -> Iterator[Roles]:
+    """The roles of a run; whatever was started is stopped at the end, also after an error.
+
+    Args:
+        report: gets a line about what is being started and found.
+    """
+    if (config.ranks or 1) > 1:
+        raise ClusterError(
+            "more than one training process was asked for, and this version trains in one",
+            f"trainer.nnodes={config.trainer.nnodes}, trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}",
+            "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or trainer.device=cpu)",
+        )
+    if config.cluster.backend == "inline":
+        from verl.cluster.worker import Worker
+
+        worker = Worker(config)
+        yield _roles(worker, config, worker.setup(), report)
+        return
+    from verl.cluster.ray_worker import started_worker
+
+    with started_worker(config, report) as remote:
+        yield _roles(remote, config, remote.setup(), report)
+
+
+def _roles(worker, config: Config, parity: ParityReport, report: Report) -> Roles:  # type: ignore[no-untyped-def]
+    if parity.exact:
+        report(f"engine and trainer agree to the bit ({parity.tokens} log-probs of {config.model.dtype} compared)")
+    else:
+        report(
+            f"engine and trainer differ in {parity.differing} of {parity.tokens} log-probs on this machine "
+            f"(at most {parity.largest:.2g} nats): old log-probs are computed by the trainer"
+        )
+    return Roles.in_one_worker(
+        worker, reference=config.uses_reference, critic=config.uses_critic, exact_rollout=parity.exact
+    )

@@ -1,0 +1,193 @@
+"""The process that holds the models: actor, critic, reference, rollout engine and reward rules, taking turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.algorithms.aggregation import Denominators
+from verl.algorithms.metric import Metric
+from verl.cluster.threads import worker_threads
+from verl.config import BatchPlan, Config
+from verl.errors import CheckpointError, ConfigError
+from verl.models.attention import ATTENTION_NAME
+from verl.models.loading import load_causal_lm, load_tokenizer, resolve_model, save_hf_files
+from verl.models.policy import PolicyModel, ValueModel
+from verl.protocol import DataProto
+from verl.protocol.files import read_safetensors, write_safetensors
+from verl.rewards.scorer import RuleScorer
+from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.parity import ParityReport, check_parity
+from verl.rollout.protocol import EngineStats, Request, Result, generate
+from verl.training.actor import Actor
+from verl.training.critic import Critic
+from verl.training.micro_batches import Limits
+from verl.training.optimizer import MasterWeights, Optimizer
+from verl.training.reference import Reference
+
+WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
+
+
+class Worker:
+    """All roles of a run in one process.
+
+    Methods are called one at a time, directly (``cluster.backend=inline``) or through Ray. :meth:`setup` comes first;
+    the constructor is cheap, so that errors of the set-up reach the controller as they are.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def setup(self) -> ParityReport:
+        """Load the models and check the engine against the trainer on this machine."""
+        config = self._config
+        torch.set_num_threads(worker_threads(config))
+        device = choose_device(config)
+        dtype = getattr(torch, config.model.dtype)
+        actor_limits = limits_of(config.actor_batch(1), config)
+        policy, weights = self._load_actor(dtype, device)
+        self._actor = Actor(policy, config.actor, actor_limits, config.rollout.temperature, weights)
+        self._tokenizer = load_tokenizer(
+            config.model.tokenizer_path or config.model.path, config.model.trust_remote_code
+        )
+        self._engine = EmbeddedEngine(
+            policy, self._tokenizer, config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens
+        )
+        self._reference = self._load_reference(dtype, device, actor_limits) if config.uses_reference else None
+        self._critic = self._load_critic(dtype, device) if config.uses_critic else None
+        self._scorer = RuleScorer(config.reward)
+        return check_parity(
+            self._engine,
+            policy,
+            rows=min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n),
+            longest=config.data.max_prompt_length + config.data.max_response_length,
+            group_size=config.rollout.n,
+            temperature=config.rollout.temperature,
+        )
+
+    def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
+        model = self._load(self._config.model.path, torch.float32, device)
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        longest = self._config.data.max_prompt_length + self._config.data.max_response_length
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"data.max_prompt_length + data.max_response_length is more than the model's {limit} positions",
+                f"{longest} tokens",
+                f"lower one of them until their sum is at most {limit}",
+            )
+        weights = MasterWeights(model, dtype)
+        return PolicyModel(model), weights
+
+    def _load_reference(self, dtype: torch.dtype, device: torch.device, actor_limits: Limits) -> Reference:
+        rows, tokens = self._config.reference_batch()
+        limits = Limits(rows, tokens, actor_limits.share_prompts)
+        policy = PolicyModel(self._load(self._config.model.path, dtype, device))
+        return Reference(policy, limits, self._config.rollout.temperature)
+
+    def _load_critic(self, dtype: torch.dtype, device: torch.device) -> Critic:
+        config = self._config
+        model = ValueModel(self._load(config.critic_model_path, torch.float32, device))
+        weights = MasterWeights(model, dtype, cast=lambda name: not name.startswith("value_head"))
+        return Critic(model, config.critic, limits_of(config.critic_batch(1), config), weights)
+
+    def _load(self, path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        settings = self._config.model
+        model = load_causal_lm(path, dtype, settings.trust_remote_code, attn_implementation=ATTENTION_NAME).to(device)
+        if settings.enable_gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()  # layers checkpoint in training mode only; dropout is off in either
+        return model
+
+    # rollout -------------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: list[Request]) -> list[Result]:
+        return generate(self._engine, requests)
+
+    def publish(self, version: int) -> None:
+        """The actor's weights are the engine's own tensors: caches are dropped and the version is noted."""
+        self._engine.load_weights(version)
+
+    def engine_stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def score(self, batch: DataProto) -> DataProto:
+        return self._scorer.score(batch)
+
+    # process and update --------------------------------------------------------------------------------------------
+
+    def actor_log_probs(self, batch: DataProto) -> DataProto:
+        return self._actor.log_probs(batch)
+
+    def reference_log_probs(self, batch: DataProto) -> DataProto:
+        assert self._reference is not None
+        return self._reference.log_probs(batch)
+
+    def values(self, batch: DataProto) -> DataProto:
+        assert self._critic is not None
+        return self._critic.values(batch)
+
+    def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        return _plain(self._actor.update(mini_batch, denominators))
+
+    def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
+        assert self._critic is not None
+        return _plain(self._critic.update(mini_batch, denominators))
+
+    # checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Write ``actor/`` and, with a critic, ``critic/`` into a checkpoint folder being made."""
+        for name, weights, optimizer in self._trained():
+            target = Path(folder) / name
+            target.mkdir(parents=True, exist_ok=True)
+            masters: dict[str, torch.Tensor] = {key: value.detach() for key, value in weights.masters.items()}
+            write_safetensors(target / WEIGHTS_FILE, masters, {"format": "pt"})
+            write_safetensors(target / OPTIMIZER_FILE, optimizer.state())
+        save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
+
+    @torch.no_grad()
+    def load(self, folder: str) -> None:
+        """Take what :meth:`save` wrote."""
+        for name, weights, optimizer in self._trained():
+            source = Path(folder) / name
+            saved, _ = read_safetensors(source / WEIGHTS_FILE)
+            if saved.keys() != weights.masters.keys():
+                odd = sorted(saved.keys() ^ weights.masters.keys())[0]
+                raise CheckpointError(
+                    f"the checkpoint's {name} is another model than the configuration's", odd, "resume with its model"
+                )
+            for key, value in saved.items():
+                weights.masters[key].copy_(value)
+            weights.publish()
+            optimizer.load_state(read_safetensors(source / OPTIMIZER_FILE)[0])
+
+    def _trained(self) -> list[tuple[str, MasterWeights, Optimizer]]:
+        trained = [("actor", self._actor.weights, self._actor.optimizer)]
+        if self._critic is not None:
+            trained.append(("critic", self._critic.weights, self._critic.optimizer))
+        return trained
+
+
+def choose_device(config: Config) -> torch.device:
+    """``trainer.device``; asking for CUDA where there is none is an error with the way out."""
+    wanted = config.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device asks for a GPU and this machine has none", wanted, "set trainer.device=cpu")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def limits_of(plan: BatchPlan, config: Config) -> Limits:
+    """What one forward of a trained role may hold."""
+    sharing = config.actor.prefix_sharing
+    return Limits(
+        plan.micro_batch_rows, plan.max_tokens, sharing == "on" or (sharing == "auto" and config.rollout.n > 1)
+    )
+
+
+def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics as numbers, cheap to send."""
+    return {name: metric.to_floats() for name, metric in metrics.items()}

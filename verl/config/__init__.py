@@ -1,0 +1,56 @@
+"""The configuration of a run: schema, loading, and every check that needs no machine. Loads no torch, no Ray."""
+
+from __future__ import annotations
+
+from verl.config.load import LoadedConfig, build_config, describe, dump_yaml, load_config
+from verl.config.names import did_you_mean, nearest
+from verl.config.plan import BatchPlan, SamplingPlan
+from verl.config.schema import Config
+from verl.config.schema_data import CustomRewardConfig, DataConfig, ModelConfig, RewardConfig
+from verl.config.schema_roles import (
+    ActorConfig,
+    CriticConfig,
+    CriticModelConfig,
+    CriticOptimConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    RefConfig,
+)
+from verl.config.schema_run import (
+    AlgorithmConfig,
+    ClusterConfig,
+    KlControlConfig,
+    RolloutConfig,
+    TrainerConfig,
+    ValSamplingConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "BatchPlan",
+    "ClusterConfig",
+    "Config",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CriticOptimConfig",
+    "CustomRewardConfig",
+    "DataConfig",
+    "KlControlConfig",
+    "LoadedConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PolicyLossConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SamplingPlan",
+    "TrainerConfig",
+    "ValSamplingConfig",
+    "build_config",
+    "describe",
+    "did_you_mean",
+    "dump_yaml",
+    "load_config",
+    "nearest",
+]

@@ -1,0 +1,92 @@
+"""What every section of the configuration shares: strictness, and how a bad value is described."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Annotated, Any, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+
+
+class FieldProblem(ValueError):
+    """A value that a field cannot take; raised by validators and reported under the field's dotted name.
+
+    Args:
+        what: what is wrong with the value, to be read after the field's name.
+        fix: what to write instead.
+    """
+
+    def __init__(self, what: str, fix: str) -> None:
+        self.what, self.fix = what, fix
+        super().__init__(f"{what} ({fix})")
+
+
+class Section(BaseModel):
+    """A frozen group of fields that refuses unknown names, NaN, infinities, and booleans where numbers belong."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would read true as 1: `rollout.n: yes` must not silently become n=1.
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = plain_types(cls.model_fields[info.field_name].annotation)
+            if kinds & {int, float} and bool not in kinds:
+                raise FieldProblem("must be a number, not true or false", "give a number")
+        return value
+
+
+def plain_types(annotation: Any) -> set[Any]:
+    """The types that an annotation such as ``int | None`` or ``Annotated[int, ...] | None`` is made of."""
+    parts = get_args(annotation)
+    return set().union(*map(plain_types, parts)) if parts else {annotation}
+
+
+def _never_or_positive(value: int) -> int:
+    if value != -1 and value < 1:
+        raise FieldProblem("must be -1 or at least 1", "use -1 for never (or no limit), or a whole number from 1 up")
+    return value
+
+
+def _one_or_many(value: Any) -> Any:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def _top_k(value: Any) -> Any:
+    # -1, 0 and null are all spellings of "off" in the field; one of them reaches the engine.
+    return -1 if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 0) else value
+
+
+def _top_k_range(value: int) -> int:
+    if value == 0:
+        return -1
+    if value < -1:
+        raise FieldProblem("must be -1 (off) or at least 1", "use -1 to keep every token, or the number of tokens kept")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        if not all(isinstance(name, str) for name in value):
+            raise FieldProblem("every name in the mapping must be text", "put quotes around names that are numbers")
+        for item in value.values():
+            _plain(item)
+    elif isinstance(value, list):
+        for item in value:
+            _plain(item)
+    elif not isinstance(value, str | int | float | None) or (isinstance(value, float) and not isfinite(value)):
+        raise FieldProblem(
+            f"holds {value!r}, which cannot be written to JSON", "use text, finite numbers, true, false and null"
+        )
+    return value
+
+
+FreeDict = Annotated[dict[str, Any], AfterValidator(_plain)]
+NeverOrPositive = Annotated[int, AfterValidator(_never_or_positive)]
+StringList = Annotated[list[str], BeforeValidator(_one_or_many)]
+TopK = Annotated[int, BeforeValidator(_top_k), AfterValidator(_top_k_range)]

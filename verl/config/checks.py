@@ -1,0 +1,158 @@
+"""Rules that tie fields together, and notices about settings that will have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from verl.config import batches
+from verl.config.problems import Problem, raise_problems
+
+if TYPE_CHECKING:
+    from verl.config.schema import Config
+
+
+def check(config: Config) -> None:
+    """Raise one :class:`~verl.errors.ConfigError` that holds every broken rule."""
+    rules = (batches.problems, _sampling, _validation, _estimator, _kl, _run)
+    raise_problems([problem for rule in rules for problem in rule(config)])
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    """Law 3: training samples from the very distribution whose log-probs the trainer computes."""
+    rollout = config.rollout
+    why = (
+        "training sampling must follow the model's own distribution: otherwise the engine's log-probs are of "
+        "other probabilities than the trainer's, and every ratio is off"
+    )
+    if rollout.top_p < 1:
+        yield Problem(
+            f"rollout.top_p below 1 cuts off the tail; {why}",
+            rollout.top_p,
+            "set rollout.top_p=1.0 (rollout.val_kwargs.top_p is free)",
+        )
+    if rollout.top_k > 0:
+        yield Problem(
+            f"rollout.top_k cuts off the tail; {why}",
+            rollout.top_k,
+            "set rollout.top_k=-1 (rollout.val_kwargs.top_k is free)",
+        )
+    if rollout.temperature == 0:
+        yield Problem(
+            f"rollout.temperature=0 is greedy: every response of a group would be the same; {why}",
+            rollout.temperature,
+            "set rollout.temperature above 0, usually 1.0 (rollout.val_kwargs.temperature may be 0)",
+        )
+
+
+def _validation(config: Config) -> Iterator[Problem]:
+    val = config.rollout.val_kwargs
+    if val.do_sample and val.temperature == 0:
+        yield Problem(
+            "rollout.val_kwargs.do_sample=true contradicts rollout.val_kwargs.temperature=0, which is greedy",
+            "do_sample true, temperature 0",
+            "set rollout.val_kwargs.temperature above 0, or leave do_sample out",
+        )
+
+
+def _estimator(config: Config) -> Iterator[Problem]:
+    estimator, n = config.algorithm.adv_estimator, config.rollout.n
+    if estimator != "gae" and n == 1:
+        yield Problem(
+            f"algorithm.adv_estimator={estimator} compares the responses of one prompt, and rollout.n=1 leaves "
+            "nothing to compare: every advantage would be 0",
+            "rollout.n = 1 response per prompt",
+            "set rollout.n to 2 or more (often 8), or use algorithm.adv_estimator=gae",
+        )
+
+
+def _kl(config: Config) -> Iterator[Problem]:
+    actor, control = config.actor, config.algorithm.kl_ctrl
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield Problem(
+            "actor.kl_loss_type=" + actor.kl_loss_type + " has a gradient whose expectation is zero: "
+            "as a loss it does nothing but add noise",
+            actor.kl_loss_type,
+            "set actor.kl_loss_type to low_var_kl (k3), k2, or k1+ (value of k1, gradient of k2)",
+        )
+    if control.type == "adaptive" and control.kl_coef == 0:
+        yield Problem(
+            "algorithm.kl_ctrl.kl_coef=0 stays 0 under algorithm.kl_ctrl.type=adaptive, which multiplies it",
+            control.kl_coef,
+            "set algorithm.kl_ctrl.kl_coef above 0, for example 0.001, or type=fixed",
+        )
+
+
+def _run(config: Config) -> Iterator[Problem]:
+    trainer, reward = config.trainer, config.reward
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield Problem(
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path",
+            trainer.resume_from_path,
+            "set trainer.resume_from_path to a checkpoint folder, or trainer.resume_mode=auto",
+        )
+    name = trainer.experiment_name
+    if trainer.default_local_dir is None and (name in (".", "..") or any(c in "/\\\0" for c in name)):
+        yield Problem(
+            "trainer.experiment_name names the run's folder under runs/, so it must be a plain folder name",
+            name,
+            "leave out slashes, or set trainer.default_local_dir to the folder you want",
+        )
+    if reward.custom_reward_function.path is not None and reward.rule != "auto":
+        yield Problem(
+            "reward.rule and reward.custom_reward_function.path both say how to score",
+            f"{reward.rule}, {reward.custom_reward_function.path}",
+            "remove one of them",
+        )
+
+
+def notices(config: Config) -> list[str]:
+    """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
+    sections = (_sampling_notices, _training_notices, _trainer_notices)
+    return [notice for section in sections for notice in section(config)]
+
+
+def _sampling_notices(config: Config) -> Iterator[str]:
+    val = config.rollout.val_kwargs
+    if val.do_sample is False and val.temperature > 0:
+        yield (
+            f"rollout.val_kwargs.temperature={val.temperature} is set aside: do_sample=false makes validation greedy"
+        )
+    if val.greedy and val.n > 1:
+        yield f"rollout.val_kwargs.n={val.n}: validation is greedy, so the {val.n} responses to a prompt are the same"
+
+
+def _training_notices(config: Config) -> Iterator[str]:
+    algorithm, actor = config.algorithm, config.actor
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield (
+            "algorithm.use_kl_in_reward and actor.use_kl_loss are both on: "
+            "the KL against the reference is penalised twice, in the reward and in the loss"
+        )
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield "actor.kl_loss_coef=0: the KL loss is computed and logged, but trains nothing"
+    steps = config.trainer.total_training_steps
+    roles = [("actor", actor.optim)] + ([("critic", config.critic.optim)] if config.uses_critic else [])
+    for role, optim in roles:
+        if steps is not None and optim.lr_warmup_steps > steps:
+            yield (
+                f"{role}.optim.lr_warmup_steps={optim.lr_warmup_steps} is more than "
+                f"trainer.total_training_steps={steps}: the learning rate never reaches {optim.lr:g}"
+            )
+
+
+def _trainer_notices(config: Config) -> Iterator[str]:
+    trainer, cluster = config.trainer, config.cluster
+    if trainer.device == "cpu" and trainer.n_gpus_per_node not in ("auto", 0):
+        yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} is set aside: trainer.device=cpu uses no GPU"
+    if trainer.test_freq > 0 and not config.data.val_files:
+        yield f"trainer.test_freq={trainer.test_freq} has no effect: data.val_files is empty"
+    if trainer.critic_warmup and not config.uses_critic:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} has no effect: "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
+        )
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield (f"trainer.resume_from_path has no effect: trainer.resume_mode is {trainer.resume_mode}, not resume_path")
+    if cluster.backend == "inline" and cluster.address is not None:
+        yield "cluster.address has no effect: cluster.backend=inline starts no Ray"

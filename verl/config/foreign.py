@@ -1,0 +1,231 @@
+"""Keys of verl's that this system does not have: those without a meaning here, and those not supported yet.
+
+The first table's keys are accepted and named once at start. The second table's are accepted at the values that ask
+for nothing, and refused at any other: dropping them silently would train something else than was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+
+
+@dataclass(frozen=True)
+class NoMeaning:
+    """Keys that change nothing here (``*`` stands for anything), and why."""
+
+    reason: str
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A key that asks for something not built yet, unless it has one of the harmless values."""
+
+    pattern: str
+    harmless: tuple[object, ...]
+    what: str
+    fix: str = "remove it"
+
+
+NO_MEANING = (
+    NoMeaning("one sharding backend, chosen by VeRL; Megatron's settings do not apply", ("*.megatron.*",)),
+    NoMeaning("placement and sharding of weights and optimizer are VeRL's own", (
+        "*.fsdp_config.*", "*.veomni.*", "*.torchtitan.*", "*.automodel.*", "*.strategy", "*.fsdp_size",
+        "*.ulysses_sequence_parallel_size", "model_engine", "actor.load_weight", "actor.fsdp_size",
+        "*.nccl_timeout", "nccl_timeout", "hybrid_engine",
+    )),
+    NoMeaning("the embedded engine has none of these settings", (
+        "rollout.gpu_memory_utilization", "rollout.*_parallel_size", "rollout.enforce_eager", "rollout.dtype",
+        "rollout.enable_chunked_prefill", "rollout.enable_prefix_caching", "rollout.free_cache_engine",
+        "rollout.load_format", "rollout.layered_summon_param", "rollout.engine_kwargs.*", "rollout.quantization*",
+        "rollout.cudagraph_capture_sizes", "rollout.disable_log_stats", "rollout.logprobs_mode",
+        "rollout.scheduling_policy", "rollout.swap_space", "rollout.server.*", "rollout.prometheus.*",
+        "rollout.enable_sleep_mode", "rollout.enable_rollout_routing_replay", "rollout.mtp.*",
+        "rollout.checkpoint_engine.*", "rollout.update_weights_bucket_megabytes", "rollout.skip_tokenizer_init",
+        "rollout.nnodes", "rollout.n_gpus_per_node", "rollout.disaggregation.*", "rollout.limit_images",
+    )),
+    NoMeaning("a server style of other engines, not a training schedule", ("rollout.mode",)),
+    NoMeaning("lengths are data.max_prompt_length and data.max_response_length", (
+        "rollout.max_model_len", "rollout.prompt_length", "rollout.response_length", "critic.max_length",
+    )),
+    NoMeaning("the engine always returns log-probs; where they are recomputed, the actor's batching is used", (
+        "rollout.calculate_log_probs", "rollout.log_prob_*", "ref.log_prob_use_dynamic_bsz",
+    )),
+    NoMeaning("forward passes of the critic use its training batch sizes", (
+        "critic.forward_micro_batch_size*", "critic.forward_max_token_len_per_gpu", "actor.ppo_infer_*",
+        "critic.ppo_infer_*",
+    )),
+    NoMeaning("one response after another: there are no tools and turns yet", (
+        "rollout.multi_turn.*", "rollout.agent.*", "rollout.trace.*", "data.tool_config_path",
+        "data.need_tools_kwargs", "data.return_raw_input_ids",
+    )),
+    NoMeaning("sequences are always packed without padding, and log-probs computed in chunks", (
+        "*.use_remove_padding", "*.use_fused_kernels", "model.fused_kernel_options.*", "model.use_liger",
+        "*.entropy_from_logits_with_chunking", "*.entropy_checkpointing", "model.tiled_mlp.*", "model.mtp.*",
+        "actor.use_prefix_grouper", "model.enable_activation_offload",
+    )),
+    NoMeaning("nothing is compiled: trainer and engine must give the same bits", (
+        "*.use_torch_compile", "*.use_dynamic_compile",
+    )),
+    NoMeaning("the model's own configuration is used as it is", ("*.override_*config.*", "model.hf_config_path")),
+    NoMeaning("AdamW is configured by lr, betas, eps, weight_decay and the schedule's keys alone", (
+        "*.optim.total_training_steps", "*.optim.optimizer_impl", "*.optim.num_cycles", "*.optim.lr_warmup_init",
+        "*.optim.lr_decay_steps", "*.optim.lr_wsd_*", "*.optim.weight_decay_incr_style",
+        "*.optim.use_checkpoint_opt_param_scheduler", "*.optim.min_lr", "*.optim.zero_indexed_step",
+    )),
+    NoMeaning("there is no LoRA yet, and model.lora_rank=0 asks for none", (
+        "model.lora_alpha", "model.target_modules", "model.exclude_modules", "model.lora.*",
+        "model.target_parameters", "model.lora_*",
+    )),
+    NoMeaning("the critic's settings follow from the actor's model and from algorithm.adv_estimator", (
+        "critic.model.enable_gradient_checkpointing", "critic.model.trust_remote_code", "critic.model.tokenizer_path",
+        "critic.model.use_shm", "critic.model.external_lib", "critic.model.enable_activation_offload",
+        "critic.model.lora_alpha", "critic.model.target_modules",
+        "critic.enable", "critic.rollout_n", "critic.shuffle", "critic.data_loader_seed",
+    )),
+    NoMeaning("seeds follow from trainer.seed", ("*.data_loader_seed", "rollout.seed", "actor.rollout_n")),
+    NoMeaning("checkpoints hold everything that resuming needs; verl export writes a model", (
+        "*.checkpoint.*", "trainer.max_critic_ckpt_to_keep", "trainer.default_hdfs_dir",
+        "trainer.del_local_ckpt_after_load", "trainer.esi_redundant_time", "trainer.remove_previous_ckpt_in_save",
+    )),
+    NoMeaning("samples are always written to the run folder", (
+        "trainer.rollout_data_dir", "trainer.validation_data_dir",
+    )),
+    NoMeaning("work is always balanced over ranks", ("trainer.balance_batch",)),
+    NoMeaning("this trainer has one implementation and starts Ray by itself", (
+        "trainer.use_legacy_worker_impl", "trainer.log_freq", "trainer.ray_wait_register_center_timeout",
+        "ray_init.*", "ray_kwargs.*", "transfer_queue.*", "trainer.use_v1", "trainer.v1.*", "trainer.npu_*",
+    )),
+    NoMeaning("there is no profiler yet", (
+        "*.profiler.*", "*.profile.*", "global_profiler.*", "trainer.profile_steps", "trainer.controller_nsight_*",
+        "trainer.worker_nsight_*",
+    )),
+    NoMeaning("prompts are text only", (
+        "data.image_key", "data.video_key", "data.audio_key", "data.image_patch_size", "data.mm_*",
+        "data.return_multi_modal_inputs", "data.process_image", "actor.freeze_vision_tower",
+    )),
+    NoMeaning("the loader reads in this process and keeps messages and text as they are", (
+        "data.num_workers", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
+        "data.return_raw_chat", "data.return_full_prompt", "data.use_shm", "model.use_shm", "data.cache_dir",
+        "data.gen_batch_size", "data.validation_shuffle", "data.custom_cls.name", "data.sampler.class_name",
+        "data.datagen.name",
+    )),
+    NoMeaning("set model.trust_remote_code, which covers model and tokenizer", (
+        "data.trust_remote_code", "reward.reward_model.trust_remote_code",
+    )),
+    NoMeaning("settings of a reward model, and none is used", (
+        "reward.reward_model.model.*", "reward.reward_model.model_path", "reward.reward_model.rollout.*",
+        "reward.reward_model.micro_batch_size*", "reward.reward_model.max_length",
+        "reward.reward_model.use_dynamic_bsz", "reward.reward_model.forward_max_token_len_per_gpu",
+        "reward.reward_model.enable_resource_pool", "reward.reward_model.n_gpus_per_node",
+        "reward.reward_model.nnodes", "reward.reward_model.use_reward_loop", "reward.reward_model.num_workers",
+    )),
+    NoMeaning("responses are always scored as groups finish", (
+        "reward.reward_model.launch_reward_fn_async", "reward.num_workers", "reward.reward_manager.source",
+        "reward.reward_manager.module.*",
+        "reward.reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "reward.reward_loop_*",
+        "reward.reward_model.reward_loop_*",
+    )),
+    NoMeaning("settings of the overlong penalty, which is off", (
+        "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor", "reward.overlong_buffer.log",
+        "reward.overlong_buffer.max_resp_len",
+    )),
+    NoMeaning("settings of group filtering, which is off", (
+        "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
+    )),
+    NoMeaning("settings of rollout correction, which is off", (
+        "algorithm.rollout_correction.rollout_*_threshold*", "algorithm.rollout_correction.loss_type",
+        "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_correction.rollout_*_veto_*",
+        "algorithm.rollout_is_threshold*", "algorithm.rollout_is_level", "algorithm.rollout_is_mode",
+        "algorithm.rollout_is_veto_threshold", "actor.tis_imp_ratio_cap",
+    )),
+    NoMeaning("settings of other policy losses and estimators", (
+        "actor.policy_loss.clip_cov_*", "actor.policy_loss.kl_cov_ratio", "actor.policy_loss.ppo_kl_coef",
+        "actor.tau_pos", "actor.tau_neg", "algorithm.pf_ppo.*",
+    )),
+    NoMeaning("entropy and log-probs are always computed where they are needed", (
+        "actor.calculate_entropy", "actor.calculate_sum_pi_squared", "actor.sum_pi_squared_checkpointing",
+        "actor.use_rollout_log_probs", "actor.router_replay.*",
+    )),
+    NoMeaning("settings of fp16 training, which is off", (
+        "training.fp16.loss_scale", "training.fp16.initial_scale_power", "training.fp16.loss_scale_window",
+        "training.fp16.hysteresis", "training.fp16.min_loss_scale",
+    )),
+    NoMeaning("settings of Hydra, which is not used", ("hydra.*", "defaults", "_target_", "*._target_")),
+)  # fmt: skip
+
+_LAW = "training sampling must follow the model's own distribution; this setting changes it"
+
+NOT_YET = (
+    NotYet("training.fp16.enabled", (False,), "fp16 training is not supported yet",
+           "use model.dtype=bfloat16 or model.dtype=float32, and remove training.fp16"),
+    NotYet("training.optimizer.type", ("adamw", "adam"), "AdamW is the only optimizer", "use AdamW"),
+    NotYet("*.optim.optimizer", ("adamw", "adam", None), "AdamW is the only optimizer", "use AdamW"),
+    NotYet("*model.lora_rank", (0, None), "LoRA is not supported yet", "set it to 0 to train all weights"),
+    NotYet("model.lora.rank", (0, None), "LoRA is not supported yet", "set it to 0 to train all weights"),
+    NotYet("model.lora_adapter_path", (None,), "LoRA is not supported yet"),
+    NotYet("model.custom_chat_template", (None, ""), "another chat template than the tokenizer's is not supported yet",
+           "remove it, or put the template into the tokenizer at model.tokenizer_path"),
+    NotYet("model.external_lib", (None, ""), "loading code beside the model is not supported"),
+    NotYet("algorithm.filter_groups.enable", (False, None), "group filtering is not supported yet"),
+    NotYet("algorithm.rollout_correction.rollout_is", (None,), "rollout correction is not supported yet"),
+    NotYet("algorithm.rollout_correction.rollout_rs", (None,), "rollout correction is not supported yet"),
+    NotYet("algorithm.rollout_correction.bypass_mode", (False, None), "rollout correction is not supported yet",
+           "remove it (actor.recompute_old_log_probs=never uses the engine's log-probs)"),
+    NotYet("algorithm.use_pf_ppo", (False, None), "PF-PPO is not supported yet"),
+    NotYet("reward.overlong_buffer.enable", (False, None), "the overlong penalty is not supported yet"),
+    NotYet("reward.reward_model.enable", (False, None), "reward models are not supported yet",
+           "use a rule (reward.rule) or your own function (reward.custom_reward_function.path)"),
+    NotYet("reward.reward_manager.name", ("naive", "dapo", None), "this reward manager is not supported yet",
+           "use naive, or your own function (reward.custom_reward_function.path)"),
+    NotYet("algorithm.rollout_is", (False, None), "rollout correction is not supported yet"),
+    NotYet("rollout.multi_turn.enable", (False, None), "multi-turn rollout is not supported yet"),
+    NotYet("rollout.do_sample", (True, None), "training always samples: greedy responses of a group are all the same"),
+    NotYet("rollout.repetition_penalty", (1, 1.0, None), _LAW),
+    NotYet("rollout.presence_penalty", (0, 0.0, None), _LAW),
+    NotYet("rollout.frequency_penalty", (0, 0.0, None), _LAW),
+    NotYet("rollout.min_p", (0, 0.0, None), _LAW),
+    NotYet("rollout.min_tokens", (0, None), _LAW),
+    NotYet("rollout.logit_bias", (None, {}), _LAW),
+    NotYet("trainer.mode", ("sync",), "schedules other than sync are not supported yet"),
+    NotYet("async_training.*", (), "asynchronous training is not supported yet"),
+    NotYet("trainer.val_only", (False, None), "validation without training is not supported yet"),
+    NotYet("data.custom_cls.path", (None,), "a dataset class of your own is not supported yet",
+           "convert the data to parquet or jsonl"),
+    NotYet("data.sampler.class_path", (None,), "a sampler of your own is not supported yet"),
+    NotYet("data.datagen.path", (None,), "generating data while training is not supported yet"),
+    NotYet("actor.router_replay.mode", ("disabled", None), "router replay is not supported yet"),
+)  # fmt: skip
+
+
+def _fits(key: str, pattern: str) -> bool:
+    # "x.*" also stands for x itself, given whole (x: {} or x: null).
+    return fnmatchcase(key, pattern) or (pattern.endswith(".*") and fnmatchcase(key, pattern[:-2]))
+
+
+def no_meaning(key: str) -> NoMeaning | None:
+    """The row of the first table that covers a key."""
+    return next((row for row in NO_MEANING if any(_fits(key, pattern) for pattern in row.patterns)), None)
+
+
+def not_yet(key: str) -> NotYet | None:
+    """The row of the second table that covers a key."""
+    return next((row for row in NOT_YET if _fits(key, row.pattern)), None)
+
+
+def is_harmless(row: NotYet, value: object) -> bool:
+    """Whether a value asks for nothing; words are compared without case, so that "False" and "null" count."""
+    words = {str(harmless).lower() for harmless in row.harmless} | ({"null"} if None in row.harmless else set())
+    return str(value).lower() in words
+
+
+@cache
+def foreign_sections() -> frozenset[str]:
+    """Names that hold other keys only in these tables, such as ``algorithm.filter_groups``."""
+    found: set[str] = set()
+    for pattern in [row.pattern for row in NOT_YET] + [p for row in NO_MEANING for p in row.patterns]:
+        parts = pattern.split(".")
+        found.update(".".join(parts[:end]) for end in range(1, len(parts)))
+    return frozenset(name for name in found if "*" not in name)

@@ -1,0 +1,41 @@
+"""The nearest known name to a misspelled one; for every error that can say "did you mean"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+
+def _likeness(name: str, choice: str) -> float:
+    # For dotted names the last part counts as much as the whole, so that a key in the wrong section is found too.
+    whole = SequenceMatcher(None, name, choice).ratio()
+    if "." not in name and "." not in choice:
+        return whole
+    last = SequenceMatcher(None, name.rpartition(".")[2], choice.rpartition(".")[2]).ratio()
+    return (whole + last) / 2
+
+
+def nearest(name: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
+    """The choice most like ``name``, case aside; dotted names are compared as a whole and by their last part.
+
+    Args:
+        name: what the user wrote.
+        choices: the names that exist.
+        cutoff: least likeness, from 0 (anything) to 1 (equal), below which there is no answer.
+
+    Returns:
+        The nearest choice (the first of equals), or None where no choice reaches the cutoff.
+    """
+    lowered = name.lower()
+    best, best_score = None, cutoff
+    for choice in choices:
+        score = _likeness(lowered, choice.lower())
+        if score > best_score or (best is None and score >= best_score):
+            best, best_score = choice, score
+    return best
+
+
+def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
+    """``"did you mean X? "`` where a choice is near enough, else an empty string."""
+    found = nearest(name, choices, cutoff)
+    return f"did you mean {found}? " if found else ""

@@ -1,0 +1,142 @@
+"""Reading the text of a configuration: the YAML file and the ``key=value`` words of the command line."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.aliases import canonical
+from verl.config.keys import free_dicts, holds_text
+from verl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that the user gave.
+
+    Attributes:
+        key: the name under which it is looked up (see :func:`verl.config.aliases.canonical`).
+        spelled: the name as the user wrote it.
+        value: what the YAML says, interpolations not resolved.
+        source: the file's path, or "the command line".
+    """
+
+    key: str
+    spelled: str
+    value: Any
+    source: str
+
+
+COMMAND_LINE = "the command line"
+
+
+def flatten(spelled: str, value: Any, source: str) -> list[Setting]:
+    """Settings of a value and everything under it; free mappings and lists stay whole."""
+    key = canonical(spelled)
+    if isinstance(value, dict) and value and key not in free_dicts():
+        inner = (flatten(f"{spelled}.{name}" if spelled else str(name), item, source) for name, item in value.items())
+        return [setting for settings in inner for setting in settings]
+    return [Setting(key, spelled, value, source)] if spelled else []
+
+
+def read_file(path: str | Path) -> list[Setting]:
+    """Settings of a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not YAML, or not a mapping of keys to values.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError("the configuration file does not exist", str(path), "check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file cannot be read: {error}", str(path), "give a YAML file") from error
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {_yaml_complaint(error)}", None, "correct the file") from error
+    except OmegaConfBaseException as error:
+        complaint = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: {complaint}", None, _INTERPOLATION_FIX) from error
+    except OSError:
+        tree = None  # how OmegaConf refuses what is neither a mapping nor a list
+    except _ODD_VALUES as error:
+        raise ConfigError(f"{path} cannot be read: {error}", None, "write plain YAML values, without tags") from error
+    # OmegaConf reads a lone word as a key without a value.
+    if not isinstance(tree, dict) or (tree and ":" not in text):
+        raise ConfigError(
+            f"{path} is not a mapping of keys to values", text.strip()[:60], "write it as  section:\\n  key: value"
+        )
+    return flatten("", tree, str(path))
+
+
+# What YAML's constructors raise on values that do not fit their tag (!!int without a number) or are too deep.
+_ODD_VALUES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_INTERPOLATION_FIX = "refer to another key as ${section.key}; write a literal ${ as \\${"
+
+
+def _yaml_complaint(error: Exception) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return where + str(problem or error).splitlines()[0]
+
+
+def read_overrides(overrides: Sequence[str]) -> list[Setting]:
+    """Settings of ``key=value`` words, in order; see :func:`read_override`."""
+    return [setting for word in overrides for setting in read_override(word)]
+
+
+def read_override(word: str) -> list[Setting]:
+    """Settings of one ``key=value`` word.
+
+    The key may begin with + or ++. The value is YAML in flow style ([a, b], {k: v}, null, 1e-6, "quoted"); for a key
+    that takes text, anything that does not begin with a bracket or quote is taken as it stands.
+
+    Raises:
+        ConfigError: there is no =, no key, or the value is not YAML.
+    """
+    key, equals, text = word.partition("=")
+    key, text = key.strip(), text.strip()
+    if not equals:
+        raise ConfigError("an override needs the form key=value", word, f"for example {word or 'rollout.n'}=...")
+    if any("\ud800" <= character <= "\udfff" for character in word):
+        raise ConfigError("an override is not valid UTF-8 text", ascii(word), "use UTF-8 in names and values")
+    if key.startswith("~"):
+        raise ConfigError("keys cannot be deleted by ~", word, "set the key to its default value instead")
+    spelled = key.removeprefix("+").removeprefix("+")
+    if not spelled or any(not part for part in spelled.split(".")):
+        raise ConfigError("an override needs a key before the =", word, "for example rollout.n=8")
+    return flatten(spelled, _value(canonical(spelled), text, word), COMMAND_LINE)
+
+
+def _value(key: str, text: str, word: str) -> Any:
+    if holds_text(key) and text and text[0] not in "[{'\"" and text.lower() not in ("null", "~"):
+        return text
+
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]), resolve=False)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"the value of {key} is not valid YAML: {_yaml_complaint(error)}",
+            word,
+            "write lists as [a, b], and put quotes around text with special characters",
+        ) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"the value of {key} cannot be read: {str(error).splitlines()[0]}", word, _INTERPOLATION_FIX
+        ) from error
+    except _ODD_VALUES as error:
+        raise ConfigError(f"the value of {key} cannot be read: {error}", word, "write a plain YAML value") from error
+    assert isinstance(tree, dict)
+    return tree["v"]

@@ -1,0 +1,43 @@
+"""Small results that the configuration works out for its readers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one trained role goes through a batch.
+
+    Attributes:
+        mini_batch_prompts: prompts in one optimizer step, all ranks together.
+        rows_per_mini_batch: responses in one optimizer step, all ranks together (prompts x rollout.n).
+        micro_batch_rows: responses in one backward pass on one rank; None with dynamic batching.
+        max_tokens: most tokens in one backward pass on one rank; None without dynamic batching.
+        accumulation: backward passes in one optimizer step on one rank; None with dynamic batching.
+        epochs: passes over the batch.
+    """
+
+    mini_batch_prompts: int
+    rows_per_mini_batch: int
+    micro_batch_rows: int | None
+    max_tokens: int | None
+    accumulation: int | None
+    epochs: int
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What the engine is asked for: temperature 0 is greedy, top_k -1 keeps every token.
+
+    Attributes:
+        temperature: 0 for greedy, else the divisor of the logits.
+        top_p: probability mass kept, 1 for all.
+        top_k: number of tokens kept, -1 for all.
+        n: responses for each prompt.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    n: int

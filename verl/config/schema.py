@@ -1,0 +1,127 @@
+"""The whole configuration: all sections, and what follows from them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from verl.config import batches, checks
+from verl.config.base import Section
+from verl.config.plan import BatchPlan, SamplingPlan
+from verl.config.schema_data import DataConfig, ModelConfig, RewardConfig
+from verl.config.schema_roles import ActorConfig, CriticConfig, RefConfig
+from verl.config.schema_run import AlgorithmConfig, ClusterConfig, RolloutConfig, TrainerConfig
+from verl.errors import ConfigError
+
+
+class Config(Section):
+    """One run, complete.
+
+    Building it checks everything that can be known without a machine, a model or a file: single fields raise
+    pydantic's ``ValidationError`` (``load_config`` and ``build_config`` turn that into ``ConfigError``), and rules
+    that tie fields together raise :class:`~verl.errors.ConfigError`.
+    """
+
+    data: DataConfig = Field(description="Prompts.")
+    model: ModelConfig = Field(description="The trained model.")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy's training.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling responses.")
+    ref: RefConfig = Field(default_factory=RefConfig, description="The reference model.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantages and KL.")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Scores.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Processes and machines.")
+
+    @model_validator(mode="after")
+    def _rules_between_fields(self) -> Self:
+        checks.check(self)
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that holds every file of the run."""
+        return Path(self.trainer.default_local_dir or f"runs/{self.trainer.experiment_name}").expanduser()
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model is needed: some KL term is on."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of training prompts."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def critic_model_path(self) -> str:
+        """The model that the critic starts from."""
+        return self.critic.model.path or self.model.path
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """The divisor C of seq-mean-token-sum-norm, in tokens."""
+        return self.actor.loss_scale_factor or float(self.data.max_response_length)
+
+    @property
+    def ranks(self) -> int | None:
+        """Training ranks, all machines together; None where the machine decides (its number of GPUs)."""
+        return batches.ranks(self)
+
+    def actor_batch(self, ranks: int | None = None) -> BatchPlan:
+        """How the actor goes through a batch.
+
+        Args:
+            ranks: training ranks found at start; None: ``self.ranks``, or 1 where that is unknown.
+
+        Raises:
+            ConfigError: the batch sizes do not divide over that many ranks.
+        """
+        return batches.actor_plan(self, ranks)
+
+    def critic_batch(self, ranks: int | None = None) -> BatchPlan:
+        """How the critic goes through a batch; arguments and errors as :meth:`actor_batch`."""
+        return batches.critic_plan(self, ranks)
+
+    def reference_batch(self) -> tuple[int | None, int | None]:
+        """Responses and tokens in one forward pass of the reference on one rank; exactly one of them is None."""
+        return batches.reference_limits(self)
+
+    @property
+    def training_sampling(self) -> SamplingPlan:
+        """What the engine is asked for in training."""
+        rollout = self.rollout
+        return SamplingPlan(rollout.temperature, rollout.top_p, rollout.top_k, rollout.n)
+
+    @property
+    def validation_sampling(self) -> SamplingPlan:
+        """What the engine is asked for in validation; temperature 0 when greedy."""
+        val = self.rollout.val_kwargs
+        return SamplingPlan(0.0 if val.greedy else val.temperature, val.top_p, val.top_k, val.n)
+
+    def total_training_steps(self, num_prompts: int) -> int:
+        """Training steps of the run over a training set of ``num_prompts`` prompts (after filtering).
+
+        Raises:
+            ConfigError: the training set does not fill one batch.
+        """
+        batch = self.data.train_batch_size
+        if num_prompts < (batch if self.data.drop_last else 1):
+            raise ConfigError(
+                f"data.train_files do not fill one batch of data.train_batch_size={batch} prompts",
+                f"{num_prompts} prompts",
+                f"set data.train_batch_size to at most {num_prompts} prompts, or give more data"
+                if num_prompts
+                else "give data files with at least one usable prompt",
+            )
+        if self.trainer.total_training_steps is not None:
+            return self.trainer.total_training_steps
+        per_epoch = num_prompts // batch if self.data.drop_last else -(-num_prompts // batch)
+        return per_epoch * self.trainer.total_epochs

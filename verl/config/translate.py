@@ -1,0 +1,159 @@
+"""Telling our keys from verl's and from typing errors, and turning verl's values into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, OTHER_ENGINES, alias_sections
+from verl.config.foreign import NoMeaning, foreign_sections, is_harmless, no_meaning, not_yet
+from verl.config.keys import free_dict_of, leaves, sections
+from verl.config.names import nearest
+from verl.config.overrides import COMMAND_LINE, Setting
+from verl.config.problems import Problem, as_written, raise_problems
+
+
+def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
+    """Our own settings, and a notice for every family of verl's keys that has no meaning here.
+
+    Raises:
+        ConfigError: unknown keys (each with the nearest that exists), sections given a value, required values left
+            open (???), and features that are not supported yet.
+    """
+    own: dict[str, Setting] = {}
+    ignored: dict[str, list[str]] = {}
+    problems: dict[str, Problem] = {}
+    for key, setting in settings.items():
+        if key in leaves() or free_dict_of(key) or key in GLOBAL_MICRO_BATCH:
+            own[key] = setting
+            if setting.value == "???":
+                problems[key] = Problem(
+                    f"{setting.spelled} is left open (???)", "???", f"set {setting.spelled}=... on the command line"
+                )
+        elif key in sections() or key in alias_sections():
+            if setting.value not in (None, {}):
+                problems[key] = _section_problem(setting)
+        elif (row := not_yet(key)) is not None and not is_harmless(row, setting.value):
+            problems[key] = Problem(f"{setting.spelled}: {row.what}", setting.value, row.fix)
+        elif (reason := no_meaning(key)) is not None or row is not None:
+            ignored.setdefault(_reason(reason, key), []).append(setting.spelled)
+        elif key not in foreign_sections() or setting.value not in (None, {}):
+            found = _unknown(setting)
+            problems.setdefault(found.what, found)
+    raise_problems(list(problems.values()))
+    return own, [f"no meaning here: {', '.join(names)} ({reason})" for reason, names in ignored.items()]
+
+
+def _reason(row: NoMeaning | None, key: str) -> str:
+    return row.reason if row is not None else "this is how it works without the key"
+
+
+def place(setting: Setting) -> str:
+    return "on the command line" if setting.source == COMMAND_LINE else f"in {setting.source}"
+
+
+def _section_problem(setting: Setting) -> Problem:
+    example = next((key for key in leaves() if key.startswith(setting.key + ".")), f"{setting.key}.key")
+    return Problem(
+        f"{setting.spelled} is a section of keys and takes no value itself ({place(setting)})",
+        setting.value,
+        f"set the keys in it, for example {example}",
+    )
+
+
+def _unknown(setting: Setting) -> Problem:
+    """Names the first part of the key that does not exist, so that a misspelled section is one problem."""
+    parts = setting.key.split(".")
+    known_sections = sections().keys() | alias_sections() | foreign_sections()
+    ends = range(1, len(parts) + 1)
+    depth = next((end for end in ends if ".".join(parts[:end]) not in known_sections), len(parts))
+    wrong, rest = ".".join(parts[:depth]), len(parts) - depth
+    # A key below a leaf (actor.clip_ratio.low) is wrong as a whole: the leaf itself exists.
+    if wrong in leaves():
+        wrong, rest = setting.key, 0
+    spelled = ".".join(setting.spelled.split(".")[: -rest or None])
+    candidates = list(sections()) if rest else [*leaves(), *MISNOMERS]
+    found = nearest(wrong, candidates) or ""
+    whole = ".".join([found, *parts[depth:]])
+    if rest and whole in leaves():
+        found = whole
+    return Problem(
+        f"unknown key {spelled} ({place(setting)})",
+        f"{setting.spelled}={as_written(setting.value)}",
+        f"did you mean {MISNOMERS.get(found, found)}?",
+    )
+
+
+def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Values of verl's kept keys as ours: engine names, and micro-batch sizes that count all ranks together.
+
+    Raises:
+        ConfigError: a global micro-batch size does not divide over the ranks, or their number is not known.
+    """
+    values, notices = dict(values), []
+    engine = values.get("rollout.name")
+    if isinstance(engine, str) and engine.lower() in OTHER_ENGINES:
+        values["rollout.name"] = "embedded"
+        notices.append(f"rollout.name={engine}: the embedded engine takes its place; it is the only one so far")
+    problems = []
+    for old, new in GLOBAL_MICRO_BATCH.items():
+        size = values.pop(old, None)
+        if size is None:
+            continue
+        spelled, ranks = settings[old].spelled, _ranks(values)
+        complaint = _global_micro_problem(spelled, new, size, ranks, values)
+        if complaint is not None:
+            problems.append(complaint)
+        else:
+            assert ranks is not None
+            values[new] = int(size) // ranks
+            notices.append(
+                f"{spelled}={size} counts the responses of all {ranks} rank(s) together: "
+                f"read as {new}={values[new]} responses on each; set that key instead"
+            )
+    raise_problems(problems)
+    return values, notices
+
+
+def _global_micro_problem(
+    spelled: str, new: str, size: Any, ranks: int | None, values: Mapping[str, Any]
+) -> Problem | None:
+    if new in values:
+        return Problem(
+            f"{spelled} (responses, all ranks) and {new} (responses on one rank) are both given",
+            f"{size} and {values[new]}",
+            f"keep {new}",
+        )
+    whole = _whole_number(size)
+    if whole is None or whole < 1:
+        return Problem(f"{spelled} must be a whole number of at least 1 (responses, all ranks together)", size,
+                       f"set {new} (responses on one rank)")  # fmt: skip
+    if ranks is None:
+        return Problem(
+            f"{spelled} counts the responses of all ranks together, and the number of ranks is not known here",
+            size,
+            f"set {new} (responses on one rank), or trainer.n_gpus_per_node",
+        )
+    if whole % ranks:
+        return Problem(
+            f"{spelled} counts the responses of all ranks together and does not divide over the ranks",
+            f"{whole} responses / {ranks} ranks",
+            f"set {new} (responses on one rank), or a multiple of {ranks}",
+        )
+    return None
+
+
+def _ranks(values: Mapping[str, Any]) -> int | None:
+    """As :func:`verl.config.batches.ranks`, before the values are checked; None for nonsense, reported later."""
+    nodes = _whole_number(values.get("trainer.nnodes", 1))
+    if values.get("trainer.device") == "cpu":
+        return nodes or None
+    gpus = _whole_number(values.get("trainer.n_gpus_per_node"))
+    return nodes * max(1, gpus) if nodes and nodes > 0 and gpus is not None else None
+
+
+def _whole_number(value: Any) -> int | None:
+    try:
+        return int(value) if not isinstance(value, bool) and int(value) == float(value) else None
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,56 @@
+"""Errors that a user can act on: what is wrong, the value that is wrong, and how to fix it.
+
+The command line prints these as one message without a traceback (``--debug`` shows it).
+"""
+
+from __future__ import annotations
+
+
+class VerlError(Exception):
+    """Base of all user-facing errors.
+
+    Args:
+        what: what is wrong, naming the field, file or role.
+        value: the offending value, if there is one.
+        fix: what to do about it.
+    """
+
+    def __init__(self, what: str, value: object = None, fix: str | None = None) -> None:
+        self.what, self.value, self.fix = what, value, fix
+        super().__init__(what, value, fix)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.value is not None:
+            lines.append(f"  value: {self.value}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(VerlError):
+    """The configuration cannot be what the user meant."""
+
+
+class DataError(VerlError):
+    """A data file or row cannot be used."""
+
+
+class ModelError(VerlError):
+    """A model or tokenizer cannot be loaded or is not supported."""
+
+
+class RewardError(VerlError):
+    """A reward function cannot be loaded or returned something that is not a reward."""
+
+
+class CheckpointError(VerlError):
+    """A checkpoint cannot be written or read."""
+
+
+class EngineError(VerlError):
+    """The rollout engine cannot serve a request."""
+
+
+class ClusterError(VerlError):
+    """Workers or resources that were asked for are not there, or died."""

@@ -1,0 +1,1 @@
+"""Language models: loading, packed batches, attention, log-probs and values."""

@@ -1,0 +1,341 @@
+"""Models by path: an alias, a Hugging Face folder, a GGUF file or a hub id becomes a local folder, then a model.
+
+Nothing here executes code that came with a model unless ``trust_remote_code`` says so for that very call, and
+weights are read as data only: safetensors, or torch files restricted to tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import ModelError
+from verl.models.gguf_conversion import CONVERSION_VERSION, convert_gguf, is_gguf
+from verl.models.model_cache import Report, build_once, file_sha256, report_to_stderr
+from verl.models.quiet import without_bars
+from verl.models.smollm import ALIAS as SMOLLM
+from verl.models.smollm import get_smollm
+from verl.models.tiny import ALIAS as TINY
+from verl.models.tiny import get_tiny
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+ALIASES: dict[str, Callable[[Report], Path]] = {SMOLLM: get_smollm, TINY: get_tiny}
+HUB_SECONDS = 10  # for one answer of the hub; a download may take as long as it moves
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# What a folder needs beside its weights to be loaded: configuration, tokenizer and chat template.
+_TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+
+
+# --- from what the user wrote to a folder -----------------------------------------------------------------------
+
+
+def resolve_model(path: str | Path, report: Report = report_to_stderr) -> Path:
+    """Local Hugging Face folder (``config.json``, weights, tokenizer) of what ``model.path`` says.
+
+    Tried in this order: an alias (``smollm2-135m``, ``tiny-llama``; write ``./name`` for a folder of that name), an
+    existing folder, an existing GGUF file (converted once, cached by its content), a hub id ``owner/name``.
+
+    Raises:
+        ModelError: nothing of that name, or what is there is no model.
+    """
+    if str(path) in ALIASES:
+        return ALIASES[str(path)](report)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _checked_folder(local)
+    if local.is_file():
+        return _converted_file(local, report)
+    if _HUB_ID.fullmatch(str(path)):
+        return _hub_snapshot(str(path), report)
+    raise ModelError("no such model", value=str(path), fix=_suggestion(str(path)))
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.4)
+    known = f"did you mean {near[0]}? " if near else ""
+    return f"{known}model.path takes an alias ({', '.join(ALIASES)}), a Hugging Face folder, a GGUF file or a hub id"
+
+
+def _checked_folder(folder: Path) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            "the folder holds an adapter (LoRA), not a model", value=folder, fix="merge it into its base model first"
+        )
+    files = sorted(folder.glob("*.gguf"))
+    fix = f"give the file itself: {files[0]}" if files else "a Hugging Face folder has config.json, weights, tokenizer"
+    raise ModelError("the folder holds no model: config.json is missing", value=folder, fix=fix)
+
+
+def _converted_file(file: Path, report: Report) -> Path:
+    if not is_gguf(file):
+        raise ModelError("the file is no GGUF file", value=file, fix="give a .gguf file or the folder of the model")
+    sha256 = file_sha256(file)
+    source: dict[str, object] = {"gguf_sha256": sha256, "conversion": CONVERSION_VERSION}
+
+    def build(folder: Path) -> None:
+        report(f"{file.name}: converting to a Hugging Face folder (once)")
+        convert_gguf(file, folder)
+
+    return build_once(f"gguf-{sha256[:16]}", source, build, report)
+
+
+def _hub_snapshot(hub_id: str, report: Report) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    report(f"{hub_id}: no such folder here, asking the Hugging Face hub")
+    try:
+        # Without an answer it takes what an earlier call left in the hub's own cache.
+        folder = snapshot_download(hub_id, allow_patterns=_HUB_FILES, etag_timeout=HUB_SECONDS)
+    except GatedRepoError as error:
+        fix = "accept its terms on the hub, then log in with 'hf auth login'"
+        raise ModelError("the hub gives this model to approved accounts only", value=hub_id, fix=fix) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            "neither a folder here nor a model on the hub", value=hub_id, fix=_suggestion(hub_id.split("/")[-1])
+        ) from error
+    except Exception as error:
+        # Connection, time limit, offline mode, proxy: httpx, requests and the hub's own classes, by version.
+        raise ModelError(
+            f"no folder of that name, and the hub cannot be reached ({_first_line(error)})",
+            value=hub_id,
+            fix=f"check the path or the network; {_suggestion(hub_id.split('/')[-1])}",
+        ) from error
+    return _checked_folder(Path(folder))
+
+
+# --- from a folder to configuration, tokenizer, model ------------------------------------------------------------
+
+
+def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Configuration of a decoder language model.
+
+    Raises:
+        ModelError: unreadable, unknown to transformers, custom code without ``trust_remote_code``, or no decoder.
+    """
+    from transformers import AutoConfig
+
+    folder = resolve_model(path)
+    raw = _read_json(folder / "config.json")
+    _check_decoder(folder, raw, trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(f"the model's config.json cannot be used: {_first_line(error)}", value=folder) from error
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Tokenizer of a model folder. Without a pad token it pads with its EOS token (masks never compare with it).
+
+    Raises:
+        ModelError: no tokenizer there, custom code without ``trust_remote_code``, or no EOS token.
+    """
+    from transformers import AutoTokenizer
+
+    folder = resolve_model(path)
+    file = folder / "tokenizer_config.json"
+    custom = _custom_code(_read_json(file) if file.is_file() else {}, "AutoTokenizer")
+    if custom and trust_remote_code:
+        log.warning("trust_remote_code: executing the tokenizer code of %s (%s)", folder, custom)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if custom and not trust_remote_code:
+            raise _refused_code("tokenizer", folder, custom) from error
+        raise ModelError(
+            f"no tokenizer can be loaded: {_first_line(error)}",
+            value=folder,
+            fix="the folder needs tokenizer.json and tokenizer_config.json, or set model.tokenizer_path",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError("the tokenizer has no EOS token", value=folder, fix="set eos_token in tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:
+    """Raise one ModelError, before any row is read, when message lists would meet a tokenizer without chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            "the prompts are message lists but the tokenizer has no chat template",
+            value=source,
+            fix="use an instruction-tuned model, add chat_template.jinja to its folder, or give prompts as plain text",
+        )
+
+
+def stop_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Sorted ids that end a response: the EOS ids of ``generation_config.json``, ``config.json`` and the tokenizer."""
+    folder = resolve_model(path)
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            ids = _read_json(folder / name).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [ids])
+    return sorted(i for i in found if i is not None)
+
+
+def load_causal_lm(
+    path: str | Path,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The decoder on CPU in eval mode, all floating-point weights in ``dtype``, every one of them read from the folder.
+
+    Args:
+        path: anything that :func:`resolve_model` takes.
+        attn_implementation: name in transformers' attention interface; None leaves the choice to transformers.
+
+    Raises:
+        ModelError: not a decoder, custom code without ``trust_remote_code``, weights missing, damaged, or a file that
+            holds more than tensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve_model(path)
+    config = load_config(folder, trust_remote_code)
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise ModelError("the folder holds no weights", value=folder, fix="it needs model.safetensors")
+    arguments: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        arguments["attn_implementation"] = attn_implementation
+    try:
+        with without_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, **arguments, local_files_only=True, output_loading_info=True
+            )
+    except Exception as error:
+        raise ModelError(
+            f"the model cannot be loaded: {_first_line(error)}",
+            value=folder,
+            fix="check that the folder is complete and its weights are safetensors",
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{len(missing)} weights are not in the model's files (they would have been random)",
+            value=", ".join(missing[:3]),
+            fix=f"check that {folder} is complete and of the type that its config.json names",
+        )
+    return model.eval()
+
+
+def save_hf_files(source_dir: str | Path, to: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Copy everything but the weights that ``from_pretrained`` needs: configuration, tokenizer, chat template.
+
+    A model with custom code keeps its Python files, as without them its copy could not be loaded.
+
+    Args:
+        source_dir: a resolved model folder.
+        to: the folder to write, made if missing; files of the same name are replaced.
+        dtype: what the weights beside it are saved in, written into ``config.json`` (transformers loads in it).
+    """
+    source, target = Path(source_dir), Path(to)
+    patterns = [*_TEXT_FILES]
+    if _custom_code(_read_json(source / "config.json"), None):
+        patterns.append("*.py")
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            # Content only: entries of the hub's cache are links, and cached files may be read-only.
+            copy.write_bytes(file.read_bytes())
+    if dtype is not None:
+        config = _read_json(target / "config.json")
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# --- checks -----------------------------------------------------------------------------------------------------
+
+
+def _check_decoder(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> None:
+    """Refuse what is not a plain decoder, by name, before anything of it is loaded."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+    kind, custom = str(raw.get("model_type", "")), _custom_code(raw, "AutoModelForCausalLM")
+    if raw.get("quantization_config"):
+        raise ModelError(
+            "a quantised model cannot be trained", value=folder, fix="use the unquantised folder, or a GGUF file of it"
+        )
+    if custom and trust_remote_code:
+        log.warning("trust_remote_code: executing the model code of %s (%s)", folder, custom)
+        return
+    if custom and kind not in CAUSAL:
+        raise _refused_code("model", folder, custom)
+    if custom:
+        log.warning("%s brings its own code (%s); transformers' own %s is used instead", folder, custom, kind)
+    named = [str(name) for name in raw.get("architectures") or []]
+    decoder = not named or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named)
+    if not decoder or kind not in CAUSAL or kind in MASKED or raw.get("is_encoder_decoder"):
+        raise ModelError(
+            f"not a decoder language model: {', '.join(named) or kind or 'config.json names no model_type'}",
+            value=folder,
+            fix="use a causal language model such as Llama, Qwen or Mistral",
+        )
+
+
+def _custom_code(raw: dict[str, Any], auto_class: str | None) -> str | None:
+    """The class in the folder's own Python files that would stand in for an Auto class; None: there is no such code."""
+    references = raw.get("auto_map")
+    if not references:
+        return None
+    if not isinstance(references, dict):
+        references = {"AutoTokenizer": references}
+    reference = references.get(auto_class) or references.get("AutoConfig") or next(iter(references.values()), None)
+    return str(reference)
+
+
+def _refused_code(role: str, folder: Path, reference: str) -> ModelError:
+    return ModelError(
+        f"the {role} needs Python code that comes with it ({reference}), and that code is not executed",
+        value=folder,
+        fix="read the code; if you trust it, set model.trust_remote_code=true",
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file.name} cannot be read: {_first_line(error)}", value=file) from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{file.name} holds no JSON object", value=file)
+    return values
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

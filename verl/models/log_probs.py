@@ -1,0 +1,123 @@
+"""Log-probs and entropy from hidden states, without the (tokens, vocabulary) matrix in memory at once.
+
+Trainer and rollout engine share :func:`project` and ``torch.log_softmax`` so that both see the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.models.attention import wide_dtype
+from verl.models.rows import RowRule, linear_rows
+
+CHUNK = 512  # tokens projected at once: 512 x 49,152 float32 logits are 100 MB
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, rule: RowRule) -> Tensor:
+    """Tempered logits, at least float32.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H) projection in the same dtype.
+        temperature: divides the logits, one number or (N,); 0 (greedy) leaves them as they are.
+        rule: row rule of the model.
+
+    Returns:
+        (N, V) float32, a tensor of its own.
+    """
+    rows = hidden.shape[0]
+    fill = rule.padded(rows) - rows
+    if fill:
+        hidden = torch.cat([hidden, hidden.new_zeros(fill, hidden.shape[1])])
+    logits = linear_rows(hidden, weight, bias, rule)[:rows].to(wide_dtype(weight.dtype))
+    if isinstance(temperature, float | int):
+        temperature = logits.new_full((rows,), temperature)  # one division kernel for both forms, one result
+    return logits / torch.where(temperature == 0, 1.0, temperature)[:, None].to(logits.dtype)
+
+
+class _ResponseLogProbs(torch.autograd.Function):
+    """Projection, log-softmax, gather and entropy, chunk by chunk; the backward projects each chunk again.
+
+    With p = softmax(z), z the tempered logits:  d log p_y / dz = onehot(y) - p,  dH / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        rule: RowRule,
+    ) -> tuple[Tensor, Tensor]:
+        log_probs = hidden.new_empty(targets.shape, dtype=wide_dtype(weight.dtype))
+        entropy = torch.empty_like(log_probs)
+        for start in range(0, targets.shape[0], CHUNK):
+            part = slice(start, start + CHUNK)
+            log_p = torch.log_softmax(project(hidden[part], weight, bias, temperature, rule), -1)
+            log_probs[part] = log_p.gather(1, targets[part, None])[:, 0]
+            entropy[part] = _entropy(log_p)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        ctx.temperature, ctx.rule = temperature, rule
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        wide = wide_dtype(weight.dtype)  # chunks add up in float32
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        scale = 1.0 if ctx.temperature == 0.0 else 1.0 / ctx.temperature
+        use_entropy = bool(grad_entropy.count_nonzero())
+        for start in range(0, targets.shape[0], CHUNK):
+            part = slice(start, start + CHUNK)
+            log_p = torch.log_softmax(project(hidden[part], weight, bias, ctx.temperature, ctx.rule), -1)
+            p = log_p.exp()
+            grad = p * -grad_log_probs[part, None]
+            if use_entropy:
+                inner = torch.where(p > 0, log_p + entropy[part, None], 0.0)  # 0 * -inf would be NaN
+                grad -= p * inner * grad_entropy[part, None]
+            grad.scatter_add_(1, targets[part, None], grad_log_probs[part, None].to(grad.dtype))
+            grad = (grad * scale).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=wide)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    """(N, V) log-probs -> (N,) entropy in nats; impossible tokens (-inf) add 0."""
+    return -torch.where(log_p > float("-inf"), log_p.exp() * log_p, 0.0).sum(-1)
+
+
+def response_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rule: RowRule
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the target tokens and the entropy of their distributions under the tempered model.
+
+    Args:
+        hidden: (M, H) hidden states that predict the targets.
+        weight, bias: (V, H) and (V,) vocabulary projection.
+        targets: (M,) int64 token ids.
+        temperature: sampling temperature; 0 means greedy sampling, whose log-probs are untempered.
+        rule: row rule of the model.
+
+    Returns:
+        log_probs (M,) and entropy (M,), float32 (float64 for a float64 model).
+    """
+    return _ResponseLogProbs.apply(hidden, weight, bias, targets, temperature, rule)  # type: ignore[no-any-return]

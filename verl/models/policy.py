@@ -1,0 +1,111 @@
+"""The two model heads that training needs, over any transformers decoder: log-probs and values of response tokens."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from verl.errors import ModelError
+from verl.models.attention import AttentionContext
+from verl.models.log_probs import project, response_log_probs
+from verl.models.packed import PackedBatch, PackedContext
+from verl.models.rows import RowRule, apply_row_rule, choose_row_rule
+
+# Decoders that change their logits between the projection and the softmax; the shared log-prob function does not.
+LOGIT_FEATURES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that answers with log-probs of response tokens.
+
+    Everything happens inside this module's forward, so that a sharded vocabulary projection is whole when it is used.
+    Dropout is switched off: sampling and training must see the same distribution.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"{type(model).__name__} has no vocabulary projection", fix="use a causal language model")
+        for feature in LOGIT_FEATURES:
+            factor = getattr(model.config, feature, None)
+            if factor not in (None, 1.0):
+                raise ModelError(f"{type(model).__name__} uses {feature}, which VeRL does not support", factor)
+        self.model = disable_dropout(model)
+
+    @cached_property
+    def rows(self) -> RowRule:
+        """Found at first use, when the parameters have the dtype and the place that they compute in."""
+        return _follow_row_rule(self)
+
+    def forward(self, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs (M,) of ``packed.targets`` and entropies (M,), in the order of the pack."""
+        packed = packed.filled(self.rows.multiple)
+        hidden = self.hidden_states(packed.input_ids, packed.position_ids, PackedContext(packed))
+        head = self.model.get_output_embeddings()
+        predictors = hidden.index_select(0, packed.response_index)
+        return response_log_probs(predictors, head.weight, head.bias, packed.targets, temperature, self.rows)
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states (T, H) of packed tokens (T,), T a multiple of ``rows.multiple``."""
+        return decoder_states(self.model.base_model, input_ids, position_ids, context)
+
+    def logits(self, hidden: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+        """(N, H) hidden states -> (N, V) tempered logits, the same bits as in :meth:`forward`."""
+        head = self.model.get_output_embeddings()
+        return project(hidden, head.weight, head.bias, temperature, self.rows)
+
+
+class ValueModel(nn.Module):
+    """A decoder with a linear value head; the value of token t is read from the hidden state that predicts it.
+
+    The head starts at zero, so that a fresh critic says 0 everywhere and first learns the mean return.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = disable_dropout(model.base_model)
+        embedding = self.backbone.get_input_embeddings().weight
+        self.value_head = nn.Linear(embedding.shape[1], 1, device=embedding.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @cached_property
+    def rows(self) -> RowRule:
+        """See :attr:`PolicyModel.rows`."""
+        return _follow_row_rule(self.backbone)
+
+    def forward(self, packed: PackedBatch) -> Tensor:
+        """Values (M,) of the response tokens, in the value head's dtype."""
+        packed = packed.filled(self.rows.multiple)
+        hidden = decoder_states(self.backbone, packed.input_ids, packed.position_ids, PackedContext(packed))
+        predictors = hidden.index_select(0, packed.response_index)
+        return self.value_head(predictors.to(self.value_head.weight.dtype))[:, 0]
+
+
+def _follow_row_rule(model: nn.Module) -> RowRule:
+    rule = choose_row_rule(model)
+    apply_row_rule(model, rule)
+    return rule
+
+
+def decoder_states(decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+    """Last hidden states (T, H) of packed tokens (T,)."""
+    out = decoder(
+        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, attention_context=context
+    )
+    return out.last_hidden_state[0]
+
+
+def disable_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def model_device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

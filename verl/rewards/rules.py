@@ -1,0 +1,205 @@
+"""Built-in reward rules.
+
+Each is ``rule(response_text, ground_truth, extra_info, **options) -> float``. An answer that cannot be found scores 0:
+the model did not give one. Raising is for what is no fault of the model (a ground truth that is not a number, a row
+without the columns that the rule needs); the scorer counts that and leaves the row unscored.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from verl.config.names import did_you_mean
+from verl.errors import RewardError
+from verl.rewards.written_numbers import last_number, leading_number, whole_number
+
+Rule = Callable[..., float]
+
+_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\f?boxed\s*|\\fbox\s*")
+
+
+def gsm8k(
+    response_text: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    method: str = "strict",
+    format_score: float = 0.0,
+) -> float:
+    """1 if the answer equals the ground truth as a number, else 0.
+
+    The answer is what follows the last ``####``: a number, with an optional ``$``, thousands separators, unit after a
+    space, ``%`` or closing punctuation ("#### 72,", "#### $1,234.00", "#### -5 degrees"). An unfinished sum
+    ("#### 3 + 4"), a range ("3-5"), a time ("5:30") or digits with letters attached ("5k") are not numbers.
+
+    Args:
+        method: ``strict``; ``flexible`` takes the last number of the text where there is no number after ``####``.
+        format_score: score of a number that is not the right one.
+    """
+    truth = _truth_number(ground_truth)
+    _, marker, tail = response_text.rpartition("####")
+    answer = leading_number(tail) if marker else None
+    if method == "flexible":
+        answer = last_number(response_text) if answer is None else answer
+    elif method != "strict":
+        raise RewardError("The gsm8k rule has no such method.", method, "strict or flexible")
+    if answer is None:
+        return 0.0
+    return 1.0 if answer == truth else float(format_score)
+
+
+def _truth_number(ground_truth: Any) -> Fraction:
+    truth = whole_number(str(ground_truth).rpartition("####")[2])
+    if truth is None:
+        raise RewardError("The ground truth is not a number.", ground_truth, "correct the row, or choose another rule")
+    return truth
+
+
+def normalise(text: str) -> str:
+    """Compatibility forms unified, case folded, runs of white space made one space, ends trimmed."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def exact_match(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    """1 if the whole response is the ground truth (or one of a list of them) after :func:`normalise`, else 0."""
+    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return float(normalise(response_text) in {normalise(str(truth)) for truth in truths})
+
+
+def boxed(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    r"""1 if the content of the last ``\boxed{...}`` equals the ground truth, else 0; no box, no answer.
+
+    Equal means: the same number ("0.5", "1/2", "\frac{1}{2}" and "\frac12" are), or the same text without white space.
+    No algebra is done.
+    """
+    answer = last_boxed(response_text)
+    if answer is None:
+        return 0.0
+    whole = str(ground_truth)
+    truth = last_boxed(whole) if _BOX.search(whole) else whole
+    if truth is None:
+        raise RewardError("The ground truth has an unclosed box.", ground_truth, "correct the row")
+    left, right = _plain_math(answer), _plain_math(truth)
+    if left == right:
+        return 1.0
+    number = whole_number(left)
+    return float(number is not None and number == whole_number(right))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed{...}``, ``\fbox{...}`` or ``\boxed x``, nested braces kept; None if unclosed."""
+    box = None
+    for match in _BOX.finditer(text):
+        box = match
+    if box is None:
+        return None
+    start = box.end()
+    if text[start : start + 1] != "{":
+        bare = re.match(r"[^\s$]+", text[start:]) if box.group().endswith((" ", "\t", "\n")) else None
+        return bare.group() if bare else None
+    depth, escaped = 0, False
+    for at in range(start, len(text)):
+        char = text[at]
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start + 1 : at].strip()
+    return None
+
+
+def _plain_math(text: str) -> str:
+    text = "".join(text.replace("\\left", "").replace("\\right", "").split()).strip("$").rstrip(".")
+    match = re.fullmatch(r"(-?)\\[dt]?frac(?:\{(-?\d+)\}\{(\d+)\}|(\d)(\d))", text)
+    if match:
+        sign, long_top, long_bottom, top, bottom = match.groups()
+        text = f"{sign}{long_top or top}/{long_bottom or bottom}"
+        text = text.removeprefix("--")
+    return text
+
+
+def reasoning_gym(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    """Score of reasoning-gym's own scorer for the row's task; partial credit where the task gives it.
+
+    The answer is the content of the last ``<answer>...</answer>``, else the whole response; white space at its ends is
+    dropped and nothing else is.
+    """
+    from verl.data.typed_json import load_typed
+
+    extra = extra_info or {}
+    if "task" not in extra or "metadata" not in extra:
+        raise RewardError(
+            "The row does not say which reasoning-gym problem it is.",
+            f"extra_info has {', '.join(extra) or 'nothing'}",
+            "make the file with: verl data reasoning-gym",
+        )
+    tagged = _ANSWER_TAG.findall(response_text)
+    answer = (tagged[-1] if tagged else response_text).strip()
+    entry = {
+        "question": extra.get("question"),
+        "answer": extra.get("answer"),
+        "metadata": load_typed(extra["metadata"]),
+    }
+    return float(_reasoning_scorer(extra["task"], extra.get("options") or "{}")(answer, entry))
+
+
+@lru_cache(maxsize=256)
+def _reasoning_scorer(task: str, options: str) -> Callable[[str, dict[str, Any]], float]:
+    from verl.data.generate import reasoning_gym_dataset
+    from verl.data.typed_json import load_typed
+
+    # Some scorers read the task's configuration (tolerances), so they get the one that the problem was made with.
+    return reasoning_gym_dataset(task, load_typed(options), size=1, seed=0).score_answer
+
+
+RULES: dict[str, Rule] = {
+    "gsm8k": gsm8k,
+    "exact_match": exact_match,
+    "boxed": boxed,
+    "reasoning_gym": reasoning_gym,
+}
+
+# First match wins; a trailing * stands for any ending.
+SOURCES: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "gsm8k": "gsm8k",
+    "reasoning_gym/*": "reasoning_gym",
+}
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of that name.
+
+    Raises:
+        RewardError: there is none, with the nearest name.
+    """
+    if name not in RULES:
+        fix = f"{did_you_mean(name, RULES)}rules: auto, {', '.join(RULES)}"
+        raise RewardError("reward.rule names no built-in rule.", name, fix)
+    return RULES[name]
+
+
+def by_source(data_source: str) -> Rule:
+    """The rule that fits rows of this source (``reward.rule=auto``).
+
+    Raises:
+        RewardError: no rule fits.
+    """
+    for pattern, name in SOURCES.items():
+        if data_source == pattern or (pattern.endswith("*") and data_source.startswith(pattern[:-1])):
+            return RULES[name]
+    raise RewardError(
+        "No built-in reward rule belongs to this data source.",
+        data_source,
+        f"set reward.rule to one of {', '.join(RULES)}, or reward.custom_reward_function.path to a file of your own",
+    )

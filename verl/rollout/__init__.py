@@ -1,0 +1,1 @@
+"""Rollout: the engine protocol and the embedded engine."""

@@ -1,0 +1,380 @@
+"""The folder of one run: every file by name, its lock, its events, and cutting it back for a resume.
+
+Several processes may read a run's folder at any time (the report, a watcher); one run at a time writes it, guarded by
+:meth:`RunDir.lock`. Whole files appear atomically (:func:`write_atomic`); line files (``metrics.jsonl``,
+``events.log``) grow by one complete line a write, and their readers skip a torn line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import VerlError
+
+logger = logging.getLogger(__name__)
+
+_STEP_NAME = re.compile(r"step_(\d+)")
+_TEMPORARY = re.compile(r"\..+\.\d+-\d+\.tmp")
+_temporary_number = itertools.count()
+
+
+# --- text and JSON that no model output can break -------------------------------------------------------------------
+
+# Legal in JSON strings, yet some readers split lines at them and terminals obey the C1 range.
+_ESCAPED_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029]")
+
+
+def clean_text(text: str) -> str:
+    """``text`` as valid Unicode: surrogate pairs joined, lone surrogates replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def json_value(value: Any) -> Any:
+    """``value`` as something strict JSON can hold.
+
+    Numbers that are not finite become ``None`` (JSON has no NaN), numpy and torch values become Python ones, and what
+    JSON does not know becomes its text.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= 1024 else hex(value)  # Python refuses to print very long ones
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, dict):
+        return {clean_text(str(key)): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_value(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors: without importing either
+        return json_value(value.tolist())
+    return clean_text(str(value))
+
+
+def json_line(record: Any) -> str:
+    """``record`` as one line of strict JSON without the line break: UTF-8 readable, no raw control character."""
+    text = json.dumps(json_value(record), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+    return _ESCAPED_IN_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """One line of a line file, or None where it is torn or not a JSON object."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """All objects of a line file, and how many lines were torn or no JSON object. A missing file is empty."""
+    records: list[dict[str, Any]] = []
+    skipped = 0
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if not line.strip():
+                    continue
+                record = parse_line(line)
+                if record is None:
+                    skipped += 1
+                else:
+                    records.append(record)
+    except FileNotFoundError:
+        return [], 0
+    return records, skipped
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_atomic(path: Path | str, text: str) -> None:
+    """Writes ``text`` (UTF-8) so that readers see the old file or the whole new one, also after a kill or power loss.
+
+    Raises:
+        VerlError: the file cannot be written (the old one, if any, is untouched).
+    """
+    _write_bytes_atomic(Path(path), clean_text(text).encode())
+
+
+def _write_bytes_atomic(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_temporary_number)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise VerlError(
+            f"cannot write {path.name}", f"{path} ({error.strerror})", "free space there, or choose another folder"
+        ) from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends one line in a single write; a torn last line (killed mid-write) is closed first, never joined.
+
+    Raises:
+        OSError: it cannot be written whole.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = ("\n" if torn else "").encode() + line.encode() + b"\n"
+        if os.write(descriptor, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One line of ``events.log``: something that happened to the run, apart from its metrics."""
+
+    time: float  # seconds since 1970
+    step: int | None  # the training step under way, None outside the loop
+    kind: str  # what happened: "resumed", "worker_died", "tracker_failed", ...
+    subject: str = ""  # whom it happened to: a worker, a file, a metric
+    detail: Any = ""  # a sentence or JSON values
+
+
+class RunDir:
+    """Every file of a run by name.
+
+    ::
+
+        config.yaml  metrics.jsonl  samples/step_000010.jsonl  checkpoints/step_000010/  report.html  events.log
+        tensorboard/ (if asked for)  .lock
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_dir(self) -> Path:
+        return self.path / "samples"
+
+    def samples(self, step: int) -> Path:
+        return self.samples_dir / f"step_{step:06d}.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    def sample_steps(self) -> list[int]:
+        """Steps that have a sample file, in numeric order."""
+        if not self.samples_dir.is_dir():
+            return []
+        matches = (_STEP_NAME.fullmatch(path.stem) for path in self.samples_dir.glob("step_*.jsonl"))
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def create(self) -> RunDir:
+        """Makes the folder (also when it exists) and proves that it can be written.
+
+        Raises:
+            VerlError: it cannot be made or written.
+        """
+        probe = self.path / f".probe.{os.getpid()}-{next(_temporary_number)}.tmp"
+        try:
+            self.samples_dir.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            probe.write_bytes(b"probe")
+        except OSError as error:
+            raise VerlError(
+                "the run folder cannot be written",
+                f"{self.path.absolute()} ({error.strerror})",
+                "choose another with trainer.default_local_dir=FOLDER, or change its permissions",
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+        return self
+
+    def lock(self) -> RunLock:
+        """Takes the folder for this process; see :class:`RunLock`. Raises VerlError while another run holds it."""
+        return RunLock(self)
+
+    # --- events
+
+    def log_event(self, kind: str, subject: str = "", detail: Any = "", step: int | None = None) -> EventRecord:
+        """Appends one event. A log that cannot be written is reported through ``logging``, it stops nothing."""
+        record = EventRecord(round(time.time(), 3), step, kind, subject, detail)
+        try:
+            append_line(self.events, json_line(asdict(record)))
+        except OSError as error:
+            logger.warning("cannot write %s (%s); event: %s", self.events, error.strerror, record)
+        return record
+
+    def read_events(self) -> list[EventRecord]:
+        """All events in the order written; torn and foreign lines are skipped."""
+        events = []
+        for line in read_jsonl(self.events)[0]:
+            when, step = line.get("time"), line.get("step")
+            if not isinstance(when, int | float) or not isinstance(line.get("kind"), str):
+                continue
+            step = step if isinstance(step, int) else None
+            events.append(EventRecord(when, step, line["kind"], str(line.get("subject", "")), line.get("detail", "")))
+        return events
+
+    # --- resume
+
+    def truncate_after(self, step: int) -> None:
+        """Cuts metrics and samples back to ``step`` (included), as if the run had been stopped right after it.
+
+        Torn lines and temporary files of a killed writer go too; ``-1`` clears both. Events stay: they tell what
+        happened, also to the steps that are done again. Call it with the lock held.
+        """
+        self._truncate_metrics(step)
+        for path in self.samples_dir.glob("step_*.jsonl"):
+            match = _STEP_NAME.fullmatch(path.stem)
+            if match and int(match.group(1)) > step:
+                path.unlink()
+        for folder in (self.path, self.samples_dir):
+            if folder.is_dir():
+                for path in list(folder.iterdir()):
+                    if _TEMPORARY.fullmatch(path.name):
+                        path.unlink(missing_ok=True)
+
+    def _truncate_metrics(self, step: int) -> None:
+        if not self.metrics.exists():
+            return
+        content = self.metrics.read_bytes()
+        kept = b"".join(line + b"\n" for line in content.split(b"\n") if _is_step_up_to(parse_line(line), step))
+        if kept != content:
+            _write_bytes_atomic(self.metrics, kept)
+
+
+def _is_step_up_to(record: dict[str, Any] | None, step: int) -> bool:
+    found = None if record is None else record.get("step")
+    return isinstance(found, int) and not isinstance(found, bool) and found <= step
+
+
+# --- the lock -------------------------------------------------------------------------------------------------------
+
+_held_locks: set[RunLock] = set()
+
+
+class RunLock:
+    """The exclusive right to write a run's folder: ``with run_dir.lock(): ...``, or :meth:`release`.
+
+    A kernel lock (flock) on ``.lock``: gone with the process, however it dies. The file names the holder for the
+    message that a second run gets; it stays behind, unlocked.
+
+    Raises:
+        VerlError: another run holds the folder, or it cannot be locked.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._descriptor = -1
+        try:
+            descriptor = os.open(run_dir.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _lock_error(run_dir, error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json_line(holder).encode() + b"\n", 0)
+        except OSError as error:
+            holder_text = os.pread(descriptor, 1000, 0)
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise _in_use_error(run_dir, parse_line(holder_text)) from None
+            raise _lock_error(run_dir, error) from error
+        self._descriptor = descriptor
+        _held_locks.add(self)
+
+    def release(self) -> None:
+        """Gives the folder back; harmless when done twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            _held_locks.discard(self)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _close_in_child() -> None:
+    # A forked child would keep the lock alive after its parent's death; closing its copy does not unlock the parent's.
+    for lock in list(_held_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _lock_error(run_dir: RunDir, error: OSError) -> VerlError:
+    return VerlError(
+        "the run folder cannot be locked",
+        f"{run_dir.lock_file.absolute()} ({error.strerror})",
+        "choose a writable folder on a local disk with trainer.default_local_dir=FOLDER",
+    )
+
+
+def _in_use_error(run_dir: RunDir, holder: dict[str, Any] | None) -> VerlError:
+    who = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}" if holder else "unknown"
+    return VerlError(
+        "another run is writing this run folder",
+        f"{run_dir.path.absolute()} ({who})",
+        "wait for it or stop it, or choose another trainer.experiment_name or trainer.default_local_dir",
+    )

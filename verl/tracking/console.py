@@ -1,0 +1,189 @@
+"""What a person sees in the terminal: one line a step, and a few samples at each evaluation."""
+
+from __future__ import annotations
+
+import re
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from verl.run_dir import clean_text
+from verl.tracking import names
+from verl.tracking.samples import SampleRow, spread
+
+# --- text that is safe to print -------------------------------------------------------------------------------------
+
+# Whole terminal sequences (CSI, OSC and other strings up to their end, two-byte ones), so that no rest of them shows.
+_TERMINAL_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]*[0-~]?"
+)
+
+_BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
+
+
+def printable(text: str, limit: int | None = None) -> str:
+    """Untrusted ``text`` for a terminal: control sequences, control and direction-changing characters removed.
+
+    Line breaks and tabs stay. ``limit``: longest kept, in characters; a longer text is cut in its middle, saying how
+    much is missing.
+    """
+    text = _TERMINAL_SEQUENCE.sub("", clean_text(text).replace("\r\n", "\n"))
+    text = "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in _BIDI))
+    if limit is not None and len(text) > limit:
+        tail = limit // 4
+        text = f"{text[: limit - tail]} […{len(text) - limit} characters…] {text[len(text) - tail :]}"
+    return text
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``8.3s``, ``4m05s``, ``2h07m``, ``3d04h``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+# --- one line a step ------------------------------------------------------------------------------------------------
+
+
+def _figure(value: float | None) -> str:
+    """A number in at most 8 characters: plain where that shows three digits, else scientific."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 0.001 or size >= 100_000:
+        return f"{value:.1e}"
+    return f"{value:.{4 if size < 1 else 3 if size < 10 else 1}f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else duration(value)
+
+
+_WIDTHS = {"reward": 8, "val": 8, "length": 7, "KL": 9, "entropy": 8, "grad": 8}
+_SHOWN_STAGES = ("gen", "process", "update")
+
+
+class ConsoleTracker:
+    """One aligned line a step, under 100 columns; the header comes again every ``header_every`` lines.
+
+    Colours on a terminal, the same line plain in a log. Shows reward (``critic/score/mean``), validation, response
+    length, KL, entropy, gradient norm, seconds by stage and the time left; ``-`` where a step has no such figure.
+
+    Args:
+        total_steps: N of "step k/N".
+        console: where to print; standard output by default.
+        header_every: lines between headers.
+        clock: seconds, for the time left.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        header_every: int = 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_steps
+        self._console = console or Console(highlight=False)
+        self._header_every = header_every
+        self._clock = clock
+        self._lines = 0
+        self._kl_label = "KL"
+        self._last: float | None = None
+        self._durations: deque[float] = deque(maxlen=20)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        kl = names.kl(metrics)
+        new_label = kl is not None and self._kl_label not in ("KL", kl[0])  # another KL under a header that named one
+        if kl is not None:
+            self._kl_label = kl[0]
+        if new_label or self._lines % self._header_every == 0:
+            self._print(self._header())
+            self._lines = 0
+        self._lines += 1
+        self._print(self._line(step, metrics, None if kl is None else kl[1]))
+
+    def close(self) -> None:
+        pass
+
+    def _header(self) -> Text:
+        cells = [f"{'step':>{self._step_width}}"]
+        cells += [f"{self._kl_label if name == 'KL' else name:>{width}}" for name, width in _WIDTHS.items()]
+        cells += [f"{stage:>7}" for stage in _SHOWN_STAGES] + [f"{'ETA':>6}"]
+        return Text(" ".join(cells), style="dim")
+
+    def _line(self, step: int, metrics: dict[str, float], kl: float | None) -> Text:
+        figures = {
+            "reward": names.number(metrics, names.REWARD),
+            "val": names.validation_score(metrics),
+            "length": names.number(metrics, names.RESPONSE_LENGTH),
+            "KL": kl,
+            "entropy": names.number(metrics, names.ENTROPY),
+            "grad": names.number(metrics, names.GRAD_NORM),
+        }
+        styles = {"reward": "bold cyan", "val": "bold green"}
+        stages = names.stage_seconds(metrics)
+        line = Text(f"{f'{step}/{self._total}':>{self._step_width}}")
+        for name, width in _WIDTHS.items():
+            line.append(" ").append(f"{_figure(figures[name]):>{width}}", style=styles.get(name, ""))
+        for stage in _SHOWN_STAGES:
+            line.append(f" {_seconds(stages.get(stage)):>7}", style="dim")
+        return line.append(f" {_seconds(self._time_left(step, metrics)):>6}")
+
+    @property
+    def _step_width(self) -> int:
+        return 2 * len(str(self._total)) + 1
+
+    def _time_left(self, step: int, metrics: dict[str, float]) -> float | None:
+        """Remaining steps times the mean wall time between the last lines (the first step: its own seconds)."""
+        now = self._clock()
+        own = names.number(metrics, names.STEP_SECONDS)
+        trained = names.number(metrics, names.REWARD) is not None or own is not None
+        if trained and self._last is not None:
+            self._durations.append(now - self._last)
+        elif own is not None:
+            self._durations.append(own)
+        self._last = now
+        if not self._durations:
+            return None
+        return max(0, self._total - step) * sum(self._durations) / len(self._durations)
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+def print_samples(console: Console, rows: Sequence[SampleRow], k: int = 3, limit: int = 400) -> None:
+    """Prints ``k`` of the rows with their scores: evenly spread, hence the same problems at each evaluation.
+
+    Prompts and responses are untrusted: control sequences are stripped, each is cut to ``limit`` characters.
+    """
+    for position in spread(len(rows), k):
+        row = rows[position]
+        score = "not scored" if row.score is None else f"reward {row.score:.4g}"
+        style = "yellow" if row.score is None else "green" if row.score > 0 else "red"
+        head = Text("── ").append(score, style=f"bold {style}")
+        facts: Mapping[str, str] = {
+            "truth": "" if row.ground_truth is None else printable(str(row.ground_truth), 60).replace("\n", " "),
+            "tokens": str(row.response_length) if row.response_length else "",
+            "ended by": row.finish_reason,
+        }
+        head.append("".join(f" · {name} {printable(value)}" for name, value in facts.items() if value), style="dim")
+        console.print(head, soft_wrap=True)
+        console.print(Text(printable(row.prompt.strip(), limit), style="dim"))
+        console.print(Text("→ ", style="bold").append(printable(row.response.strip(), limit), style="default"))

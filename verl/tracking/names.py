@@ -1,0 +1,87 @@
+"""Which metrics the console and the report read, and how they are folded into few figures.
+
+Names follow the field. Everything here reads a plain ``{name: value}`` of one step and takes a missing or null metric
+as absent, so that any part of a run may log less.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+REWARD = "critic/score/mean"  # mean score of the step's responses, before any KL penalty
+RESPONSE_LENGTH = "response_length/mean"  # tokens
+ENTROPY = "actor/entropy"  # nats a token
+GRAD_NORM = "actor/grad_norm"  # before clipping
+STEP_SECONDS = "timing_s/step"
+
+# KL to the reference where it is computed, else to the policy at the start of the update (0 with one on-policy update).
+KL_NAMES = {"actor/kl_loss": "KL ref", "actor/reward_kl_penalty": "KL ref", "actor/ppo_kl": "KL old"}
+
+# Parts of each stage; where a run logs none of the parts, the stage's own total is taken.
+STAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "gen": (("timing_s/gen",), "timing_s/rollout"),
+    "process": (
+        tuple(f"timing_s/{part}" for part in ("reward", "old_log_prob", "ref", "values", "adv")),
+        "timing_s/process",
+    ),
+    "update": (
+        tuple(f"timing_s/{part}" for part in ("update_critic", "update_actor", "update_weights")),
+        "timing_s/update",
+    ),
+    "validate": (("timing_s/testing",), "timing_s/evaluate"),
+    "save": (("timing_s/save_checkpoint",), "timing_s/save"),
+}
+
+_VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<kind>acc|reward)/mean@(?P<n>\d+)")
+
+
+def number(metrics: Mapping[str, object], name: str) -> float | None:
+    """The finite value of a metric, or None."""
+    value = metrics.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def kl(metrics: Mapping[str, object]) -> tuple[str, float] | None:
+    """The KL that matters most among those logged, with its label."""
+    for name, label in KL_NAMES.items():
+        value = number(metrics, name)
+        if value is not None:
+            return label, value
+    return None
+
+
+def stage_seconds(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Seconds by stage (see ``STAGES``), for the stages that were timed."""
+    seconds = {}
+    for stage, (parts, total) in STAGES.items():
+        found = [value for name in parts if (value := number(metrics, name)) is not None]
+        whole = number(metrics, total)
+        if found:
+            seconds[stage] = sum(found)
+        elif whole is not None:
+            seconds[stage] = whole
+    return seconds
+
+
+def validation_by_source(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Validation score of each data source: its accuracy, else its mean reward, over the most samples a prompt."""
+    best: dict[str, tuple[tuple[bool, int], float]] = {}
+    for name in metrics:
+        match = _VALIDATION.fullmatch(name)
+        value = number(metrics, name)
+        if match is None or value is None:
+            continue
+        rank = (match["kind"] == "acc", int(match["n"]))
+        if match["source"] not in best or rank > best[match["source"]][0]:
+            best[match["source"]] = (rank, value)
+    return {source: value for source, (_, value) in sorted(best.items())}
+
+
+def validation_score(metrics: Mapping[str, object]) -> float | None:
+    """One validation figure: the plain mean over data sources, None where the step was not validated."""
+    by_source = validation_by_source(metrics)
+    return sum(by_source.values()) / len(by_source) if by_source else None

@@ -1,0 +1,175 @@
+"""``samples/step_000010.jsonl``: what the model was asked, answered and got for it.
+
+One JSON object a line, fields of :class:`SampleRow` plus ``step``. Training and validation rows of a step share its
+file and are told apart by ``split``; writing a split again replaces its rows, so a step done twice leaves them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl.run_dir import RunDir, json_line, parse_line, read_jsonl, write_atomic
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+Split = Literal["train", "val"]
+EXTRA_PREFIX = "reward_extra/"
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One response. ``None`` where the run does not have the figure."""
+
+    split: str  # train | val
+    uid: str  # its prompt; with index, the slot
+    index: int
+    prompt: str
+    response: str
+    ground_truth: Any = None
+    score: float | None = None  # the reward function's, before any KL penalty; None: it could not be scored
+    advantage: float | None = None  # mean over the response's tokens
+    data_source: str = ""
+    finish_reason: str = ""
+    response_length: int | None = None  # tokens
+    versions: list[int] | None = None  # policy versions of its oldest and newest token
+    extras: dict[str, Any] = field(default_factory=dict)  # what else the reward function returned
+
+
+class SampleWriter:
+    """Writes the sample files of a run.
+
+    Args:
+        run_dir: the run.
+        max_rows: rows kept a step and split; beyond, whole groups are kept, evenly spread over the batch.
+    """
+
+    def __init__(self, run_dir: RunDir, max_rows: int = 512) -> None:
+        self._run_dir = run_dir
+        self._max_rows = max_rows
+
+    def write(self, step: int, split: Split, rows: Sequence[SampleRow]) -> Path:
+        """Writes the split's rows of a step, in place of earlier ones; atomic. Raises VerlError on a full disk."""
+        path = self._run_dir.samples(step)
+        lines = [json_line({"step": step} | asdict(row)) for row in pick_groups(rows, self._max_rows)]
+        write_atomic(path, "".join(f"{line}\n" for line in _lines_of_other_splits(path, split) + lines))
+        return path
+
+
+def _lines_of_other_splits(path: Path, split: str) -> list[str]:
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    return [line.decode() for line in lines if (record := parse_line(line)) and record.get("split") != split]
+
+
+def spread(count: int, k: int) -> list[int]:
+    """``k`` of ``count`` positions, evenly spread, first and last among them (all where k >= count)."""
+    if k >= count:
+        return list(range(count))
+    if k <= 0:
+        return []
+    return [round(i * (count - 1) / (k - 1)) for i in range(k)] if k > 1 else [0]
+
+
+def pick_groups(rows: Sequence[SampleRow], limit: int) -> list[SampleRow]:
+    """At most ``limit`` rows in their order: whole groups, evenly spread; a first group larger than that is cut."""
+    if len(rows) <= limit:
+        return list(rows)
+    groups: dict[str, list[int]] = {}
+    for position, row in enumerate(rows):
+        groups.setdefault(row.uid, []).append(position)
+    members = list(groups.values())
+    largest = max(len(group) for group in members)
+    chosen = [members[i] for i in spread(len(members), max(1, limit // largest))]
+    kept = sorted(position for group in chosen for position in group)
+    return [rows[position] for position in kept[:limit]]
+
+
+def read_samples(path: Path) -> tuple[list[SampleRow], int]:
+    """The rows of a sample file, and how many lines were torn or no sample. Unknown fields are ignored."""
+    records, skipped = read_jsonl(path)
+    rows = []
+    for record in records:
+        row = _parse_row(record)
+        if row is None:
+            skipped += 1
+        else:
+            rows.append(row)
+    return rows, skipped
+
+
+def _parse_row(record: dict[str, Any]) -> SampleRow | None:
+    known = {f.name: record[f.name] for f in fields(SampleRow) if f.name in record}
+    if not all(isinstance(known.get(name), str) for name in ("split", "uid", "prompt", "response")):
+        return None
+    index, extras = known.get("index"), known.get("extras", {})
+    if not isinstance(index, int) or not isinstance(extras, dict):
+        return None
+    for name in ("score", "advantage", "response_length"):
+        if not isinstance(known.get(name), int | float | None):
+            known[name] = None
+    for name in ("data_source", "finish_reason"):
+        known[name] = str(known.get(name) or "")
+    return SampleRow(**known)
+
+
+def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]], str]) -> list[SampleRow]:
+    """Sample rows of a batch (after scoring, or after process with advantages); absent columns are left out.
+
+    Args:
+        batch: columns ``prompt_ids, response_text, uid`` and where present ``index, ground_truth, data_source,
+            finish_reason, reward_extra/*`` (non-tensor), ``response_mask, scored`` (B, R) and (B,) bool,
+            ``token_level_scores, advantages`` (B, R), ``versions`` (B, R) int; ``meta_info["policy_version"]``.
+        split: train or val.
+        decode: token ids to text, special tokens included.
+    """
+    tensors, columns = batch.batch, batch.non_tensor_batch
+    size = len(columns["uid"])
+
+    def column(name: str, default: Any) -> Any:
+        return columns[name] if name in columns else [default] * size
+
+    def tensor(name: str) -> Any:
+        return tensors[name] if tensors is not None and name in tensors.keys() else None  # noqa: SIM118
+
+    mask, scores, advantages = (tensor("response_mask"), tensor("token_level_scores"), tensor("advantages"))
+    scored, versions = tensor("scored"), tensor("versions")
+    policy_version = batch.meta_info.get("policy_version")
+    extras = {name.removeprefix(EXTRA_PREFIX): columns[name] for name in columns if name.startswith(EXTRA_PREFIX)}
+    rows = []
+    for i in range(size):
+        row_mask = None if mask is None else mask[i].bool()
+        own = None if versions is None or row_mask is None else versions[i][row_mask].tolist()
+        rows.append(
+            SampleRow(
+                split=split,
+                uid=str(columns["uid"][i]),
+                index=int(column("index", 0)[i]),
+                prompt=decode([int(token) for token in columns["prompt_ids"][i]]),
+                response=str(columns["response_text"][i]),
+                ground_truth=column("ground_truth", None)[i],
+                score=_reduce(scores, i, row_mask, mean=False) if scored is None or bool(scored[i]) else None,
+                advantage=_reduce(advantages, i, row_mask, mean=True),
+                data_source=str(column("data_source", "")[i]),
+                finish_reason=str(column("finish_reason", "")[i]),
+                response_length=None if row_mask is None else int(row_mask.sum()),
+                versions=[min(own), max(own)] if own else None if policy_version is None else [int(policy_version)] * 2,
+                extras={name: values[i] for name, values in extras.items()},
+            )
+        )
+    return rows
+
+
+def _reduce(values: Any, row: int, mask: Any, *, mean: bool) -> float | None:
+    """Sum or mean over a row's response tokens; what stands at masked positions never counts."""
+    if values is None:
+        return None
+    kept = values[row] if mask is None else values[row][mask]
+    if kept.numel() == 0:
+        return None
+    total = float(kept.double().sum())
+    return total / kept.numel() if mean else total

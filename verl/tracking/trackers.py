@@ -1,0 +1,182 @@
+"""Where metrics go: ``metrics.jsonl`` always, and what ``trainer.logger`` names.
+
+A tracker is one class with ``log`` and ``close``; a new one is a class and an entry in ``LOGGERS``. :class:`Tracker`
+feeds them all, and none of them can stop the training.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from verl.errors import ConfigError
+from verl.run_dir import RunDir, append_line, json_line
+from verl.tracking.console import ConsoleTracker
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class MetricTracker(Protocol):
+    """What receives the metrics of every step. Either method may raise: the facade reports it and goes on."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """``metrics.jsonl``: one line a step, ``{"step": 3, "time": 1700000000.123, <name>: <number>, ...}``.
+
+    ``time`` is seconds since 1970. JSON has no NaN or infinity: a value that is not finite is written as ``null``, and
+    the facade notes the first one of each metric in ``events.log``. Every line is written at once and whole, and the
+    file is opened anew each time, so that readers follow it and :meth:`RunDir.truncate_after` may replace it.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._path = run_dir.metrics
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        head = {"step": step, "time": round(time.time(), 3)}
+        append_line(self._path, json_line(head | metrics | head))
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoardTracker:
+    """TensorBoard events in the run's ``tensorboard`` folder, under the same names.
+
+    Args:
+        run_dir: the run.
+        resumed_from: step of the checkpoint that the run goes on from; later events of the killed run are purged.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+
+    def __init__(self, run_dir: RunDir, resumed_from: int | None = None) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("tensorboard is not installed", "trainer.logger", "pip install tensorboard")
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only wanted here
+
+        purge = None if resumed_from is None else resumed_from + 1
+        self._writer: Any = SummaryWriter(str(run_dir.tensorboard), purge_step=purge)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker:
+    """Feeds every tracker; one that fails is reported once, tried again at the next step, and never stops training.
+
+    Args:
+        run_dir: whose ``events.log`` gets failures and values that are not finite.
+        trackers: by name, in the order they are fed.
+    """
+
+    def __init__(self, run_dir: RunDir, trackers: Mapping[str, MetricTracker]) -> None:
+        self._run_dir = run_dir
+        self._trackers = dict(trackers)
+        self._reported: set[str] = set()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs one step. Call it once a step: merge validation metrics into the step's own."""
+        values = {name: _as_number(value) for name, value in metrics.items()}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                self._report(f"metric {name}", "metric_not_finite", name, f"logged as {value}", step)
+        for name, tracker in self._trackers.items():
+            self.attempt(name, partial(tracker.log, step, dict(values)), step)
+
+    def attempt(self, name: str, action: Callable[[], Result], step: int | None = None) -> Result | None:
+        """Does what may fail without harm (samples, report): a failure is reported once by ``name``; None then."""
+        try:
+            return action()
+        except Exception as error:
+            self._report(f"tracker {name}", "tracker_failed", name, f"{type(error).__name__}: {error}", step)
+            return None
+
+    def close(self) -> None:
+        for name, tracker in self._trackers.items():
+            self.attempt(name, tracker.close)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _report(self, key: str, kind: str, subject: str, detail: str, step: int | None) -> None:
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        self._run_dir.log_event(kind, subject, detail, step)
+        logger.warning("%s: %s, %s (reported once; training goes on)", kind, subject, detail)
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value)  # numpy and torch scalars
+    except (TypeError, ValueError):
+        return math.nan
+
+
+@dataclass(frozen=True)
+class TrackerContext:
+    """What a tracker may be built from."""
+
+    run_dir: RunDir
+    total_steps: int
+    resumed_from: int | None
+
+
+# trainer.logger name -> how it is built. jsonl is always on, naming it is harmless.
+LOGGERS: dict[str, Callable[[TrackerContext], MetricTracker]] = {
+    "jsonl": lambda context: JsonlTracker(context.run_dir),
+    "console": lambda context: ConsoleTracker(context.total_steps),
+    "tensorboard": lambda context: TensorBoardTracker(context.run_dir, context.resumed_from),
+}
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raises ConfigError where ``trainer.logger`` names what is not there; builds and imports nothing."""
+    for name in names:
+        if name not in LOGGERS:
+            nearest = difflib.get_close_matches(name, LOGGERS, n=1)
+            raise ConfigError(
+                "unknown logger in trainer.logger",
+                name,
+                (f"did you mean {nearest[0]!r}? " if nearest else "") + f"available: {', '.join(sorted(LOGGERS))}",
+            )
+
+
+def build_tracker(names: Sequence[str], run_dir: RunDir, total_steps: int, resumed_from: int | None = None) -> Tracker:
+    """The trackers of a run: jsonl first, then ``names`` (``trainer.logger``) in their order.
+
+    Args:
+        names: any of ``LOGGERS``.
+        run_dir: an existing run folder.
+        total_steps: for "step k/N" and the ETA.
+        resumed_from: step of the checkpoint that the run goes on from, None for a fresh run.
+
+    Raises:
+        ConfigError: an unknown name, or one whose package is missing.
+    """
+    check_loggers(names)
+    context = TrackerContext(run_dir, total_steps, resumed_from)
+    return Tracker(run_dir, {name: LOGGERS[name](context) for name in dict.fromkeys(["jsonl", *names])})

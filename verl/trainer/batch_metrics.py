@@ -1,0 +1,61 @@
+"""What a processed batch says about itself, as field-standard metrics."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from verl.algorithms.advantages import outcome_scores
+from verl.algorithms.metric import Metric, mean_metric, spread_metrics
+from verl.config import Config
+from verl.protocol import DataProto
+
+
+def batch_metrics(batch: DataProto) -> dict[str, Metric]:
+    """Scores and rewards by row, advantages, returns and values by trained token, lengths by row."""
+    columns = batch.tensors
+    mask, scored = columns["response_mask"].bool(), columns["scored"].bool()
+    prompt_width = columns["prompts"].shape[1]
+    attention = columns["attention_mask"]
+    response_length = attention[:, prompt_width:].sum(1).double()
+    prompt_length = attention[:, :prompt_width].sum(1).double()
+    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    metrics = {
+        **spread_metrics("critic/score", outcome_scores(columns["token_level_scores"], mask), scored),
+        **spread_metrics("critic/rewards", outcome_scores(columns["token_level_rewards"], mask), scored),
+        **spread_metrics("critic/advantages", columns["advantages"], mask),
+        **spread_metrics("critic/returns", columns["returns"], mask),
+        **spread_metrics("response_length", response_length),
+        **spread_metrics("prompt_length", prompt_length),
+        "response_length/clip_ratio": mean_metric(cut.double()),
+    }
+    if "values" in columns:
+        metrics |= spread_metrics("critic/values", columns["values"], mask)
+    for name, count in batch.meta_info.get("metrics", {}).items():
+        metrics[name] = Metric(float(count), 1.0, "sum")
+    return metrics
+
+
+def cost_metrics(batch: DataProto, timings: dict[str, float], config: Config) -> dict[str, float]:
+    """Throughput and time per token of a step, and the controller's peak memory."""
+    columns = batch.tensors
+    total = int(columns["attention_mask"].sum())
+    responses = int(columns["attention_mask"][:, columns["prompts"].shape[1] :].sum())
+    seconds = timings["timing_s/step"]
+    metrics = {
+        "perf/total_num_tokens": float(total),
+        "perf/time_per_step": seconds,
+        "perf/throughput": total / seconds if seconds else 0.0,
+        "perf/max_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+    for name, tokens in (
+        ("gen", responses),
+        ("ref", total),
+        ("values", total),
+        ("adv", total),
+        ("update_actor", total),
+    ):
+        if f"timing_s/{name}" in timings and tokens:
+            metrics[f"timing_per_token_ms/{name}"] = timings[f"timing_s/{name}"] * 1000 / tokens
+    return metrics

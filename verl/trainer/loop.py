@@ -1,0 +1,117 @@
+"""The training loop: rollout, process, update, and what is written down about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from verl.algorithms.kl import AdaptiveKLController
+from verl.algorithms.metric import reduce_metrics
+from verl.algorithms.schedules import learning_rate
+from verl.checkpoint.store import CheckpointStore
+from verl.cluster.roles import Roles
+from verl.config import Config
+from verl.data.loader import PromptDataset
+from verl.protocol import DataProto
+from verl.run_dir import RunDir
+from verl.tracking.console import print_samples
+from verl.tracking.report import write_report
+from verl.tracking.samples import SampleWriter, Split, rows_from_batch
+from verl.tracking.trackers import Tracker
+from verl.trainer.batch_metrics import batch_metrics, cost_metrics
+from verl.trainer.evaluation import evaluate
+from verl.trainer.sampling import Sampler
+from verl.trainer.stages import process, rollout, update
+from verl.trainer.state import TrainerState
+from verl.trainer.timer import StepTimer
+
+
+@dataclass
+class Trainer:
+    """A run that is ready to go.
+
+    Attributes:
+        total_steps: training steps of the whole run.
+        train_sampler, val_sampler: how responses are sampled.
+        validation: held-out prompts; None: no validation.
+        state: where the run is; :meth:`fit` goes on from there.
+    """
+
+    config: Config
+    total_steps: int
+    roles: Roles
+    state: TrainerState
+    train_sampler: Sampler
+    val_sampler: Sampler
+    validation: PromptDataset | None
+    run_dir: RunDir
+    store: CheckpointStore
+    tracker: Tracker
+    console: Console
+    timer: StepTimer = field(default_factory=StepTimer)
+
+    def fit(self) -> None:
+        """Train to ``total_steps``; validation before the first step, every ``test_freq`` steps and at the end."""
+        config, state, roles, timer = self.config, self.state, self.roles, self.timer
+        self.roles.rollout.publish(state.step)
+        if state.step == 0 and config.trainer.val_before_train and self.validation is not None:
+            with timer("testing"):
+                metrics = self.evaluate()
+            self.tracker.log(0, metrics | timer.flush())
+        while state.step < self.total_steps:
+            with timer("step"):
+                batch = rollout(state.loader.next_batch(), roles, self.train_sampler, timer)
+                batch, found = process(batch, roles, config, state.kl_controller.coef, timer)
+                trained = update(batch, roles, config, self.learning_rates(), state.step, timer)
+                with timer("update_weights"):
+                    roles.rollout.publish(state.step + 1)
+            self.adapt_kl(found, batch)
+            self.write_samples("train", [batch])
+            state.step += 1
+            last = state.step == self.total_steps
+            measured: dict[str, float] = {}
+            if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
+                with timer("testing"):
+                    measured = self.evaluate()
+            if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
+                with timer("save_checkpoint"):
+                    state.save(self.store, roles, config)
+            timings = timer.flush()
+            progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
+            numbers = reduce_metrics(batch_metrics(batch) | found | trained)
+            self.tracker.log(state.step, numbers | cost_metrics(batch, timings, config) | timings | progress | measured)
+            if measured:
+                self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Of this step, the schedules counting training steps."""
+        optimizers = {"actor": self.config.actor.optim, "critic": self.config.critic.optim}
+        return {role: learning_rate(self.state.step, self.total_steps, optim) for role, optim in optimizers.items()}
+
+    def adapt_kl(self, found: dict, batch: DataProto) -> None:
+        """Tell an adaptive controller the mean KL of this step's responses."""
+        if "actor/reward_kl_penalty" in found and isinstance(self.state.kl_controller, AdaptiveKLController):
+            self.state.kl_controller.update(found["actor/reward_kl_penalty"].value(), len(batch))
+
+    def evaluate(self) -> dict[str, float]:
+        """Validation metrics; samples are written and a few of them shown."""
+        assert self.validation is not None
+        metrics, batches = evaluate(
+            self.validation, self.config.data.val_batch_size, self.roles, self.val_sampler, self.state.step
+        )
+        self.write_samples("val", batches)
+        return metrics
+
+    def write_samples(self, split: Split, batches: list[DataProto]) -> None:
+        """Sample rows of a stage into the step's file: of the training step just done, or of a validation."""
+        tokenizer = self.train_sampler.tokenizer
+        rows = [row for batch in batches for row in rows_from_batch(batch, split, tokenizer.decode)]
+        step = self.state.step + (split == "train")
+        self.tracker.attempt("samples", lambda: SampleWriter(self.run_dir).write(step, split, rows), step)
+        if split == "val" and self.config.trainer.log_val_generations:
+            print_samples(self.console, rows, self.config.trainer.log_val_generations)
+
+
+def due(step: int, frequency: int) -> bool:
+    return frequency > 0 and step % frequency == 0

@@ -1,0 +1,110 @@
+"""From drawn prompts to requests, and from results to one padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.config import Config, SamplingPlan
+from verl.protocol import DataProto
+from verl.protocol.keys import check_columns
+from verl.rollout.protocol import Request, Result, SamplingParams, Slot
+from verl.rollout.seeds import slot_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WIDTH_BUCKET = 8  # batches are padded to their longest row, rounded up to a multiple of this
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Makes the requests of a batch of prompts and puts the results together.
+
+    Args:
+        plan: temperature, truncation and responses a prompt.
+        config: lengths, stop conditions and the run's seed.
+        tokenizer: decodes responses for the reward functions; training never reads the text.
+    """
+
+    plan: SamplingPlan
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+
+    def requests(self, prompts: DataProto) -> list[Request]:
+        """``plan.n`` requests a prompt, those of a prompt side by side."""
+        check_columns(prompts, "uid", "prompt_ids")
+        columns = prompts.non_tensor_batch
+        return [
+            Request(Slot(uid, index), list(ids), self._params(uid, index))
+            for uid, ids in zip(columns["uid"], columns["prompt_ids"], strict=True)
+            for index in range(self.plan.n)
+        ]
+
+    def _params(self, uid: str, index: int) -> SamplingParams:
+        rollout = self.config.rollout
+        return SamplingParams(
+            max_new_tokens=self.config.data.max_response_length,
+            temperature=self.plan.temperature,
+            top_p=self.plan.top_p,
+            top_k=self.plan.top_k,
+            seed=slot_seed(self.config.trainer.seed, uid, index),
+            stop=tuple(rollout.stop),
+            stop_token_ids=tuple(rollout.stop_token_ids),
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    def assemble(self, prompts: DataProto, results: Sequence[Result]) -> DataProto:
+        """One row a result: prompts left padded, responses right padded, masks from the engine's lengths."""
+        rows = prompts.repeat(self.plan.n, interleave=True)
+        pad = self.tokenizer.pad_token_id
+        prompt_ids, prompt_mask = _padded(rows.non_tensor_batch["prompt_ids"].tolist(), pad, left=True)
+        responses, mask = _padded([result.response_ids.tolist() for result in results], pad)
+        log_probs, _ = _padded([result.log_probs.tolist() for result in results], 0.0, dtype=torch.float32)
+        trained, _ = _padded([result.loss_mask.tolist() for result in results], False, dtype=torch.bool)
+        attention_mask = torch.cat([prompt_mask, mask], 1)
+        generated = DataProto.from_dict(
+            tensors={
+                "prompts": prompt_ids,
+                "responses": responses,
+                "input_ids": torch.cat([prompt_ids, responses], 1),
+                "attention_mask": attention_mask,
+                "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+                "response_mask": trained,
+                "rollout_log_probs": log_probs,
+            },
+            non_tensors={
+                "index": [result.slot.index for result in results],
+                "finish_reason": [result.finish_reason for result in results],
+                "response_text": [self._text(result) for result in results],
+            },
+        )
+        return rows.union(generated)
+
+    def _text(self, result: Result) -> str:
+        """The response without special tokens, cut before the stop string that ended it."""
+        text: str = self.tokenizer.decode(result.response_ids, skip_special_tokens=True)
+        if result.finish_reason == "stop":
+            ends = [text.find(stop) for stop in self.config.rollout.stop if stop in text]
+            text = text[: min(ends)] if ends else text
+        return text
+
+
+def _padded(
+    rows: Sequence[Sequence[Any]], fill: Any, *, left: bool = False, dtype: torch.dtype = torch.int64
+) -> tuple[Tensor, Tensor]:
+    """Rows in one (B, W) tensor, and the (B, W) int64 mask of what is not padding."""
+    longest = max((len(row) for row in rows), default=0)
+    width = max(-(-longest // WIDTH_BUCKET) * WIDTH_BUCKET, WIDTH_BUCKET)
+    padded = torch.full((len(rows), width), fill, dtype=dtype)
+    mask = torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        if len(row):
+            place = slice(width - len(row), width) if left else slice(0, len(row))
+            padded[i, place] = torch.as_tensor(row, dtype=dtype)
+            mask[i, place] = 1
+    return padded, mask

@@ -1,0 +1,1 @@
+"""Training: actor, critic and reference over packed micro-batches."""

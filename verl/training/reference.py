@@ -1,0 +1,32 @@
+"""The reference policy: the model that training started from, frozen."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.models.policy import PolicyModel, model_device
+from verl.protocol import DataProto
+from verl.training.micro_batches import Limits, column
+
+
+class Reference:
+    """Log-probs of a frozen policy.
+
+    Args:
+        policy: is frozen here.
+        limits: of one forward.
+        temperature: of the training sampling, so that reference and actor are compared on the same footing.
+    """
+
+    def __init__(self, policy: PolicyModel, limits: Limits, temperature: float) -> None:
+        self._policy = policy.requires_grad_(False)
+        self._limits, self._temperature = limits, temperature
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """``ref_log_probs`` (B, R) float32."""
+        values = column(batch, self._limits, self._device, lambda packed: self._policy(packed, self._temperature)[0])
+        return DataProto.from_dict({"ref_log_probs": values})
+
+    @property
+    def _device(self) -> torch.device:
+        return model_device(self._policy)
