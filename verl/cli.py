@@ -19,7 +19,7 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 
 EXAMPLES = """\
 examples:
   verl model get smollm2-135m
-  verl data reasoning-gym --task chain_sum --size 2000 --option min_terms=2 --out data/chain_sum.parquet
+  verl data reasoning-gym --task chain_sum --size 2000 --option min_terms=2
   verl train examples/quickstart.yaml trainer.total_training_steps=10
   verl export runs/quickstart --to my-model
   verl generate my-model --prompt "What is 2 + 2?"
@@ -34,9 +34,14 @@ class _Terminated(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``verl``; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if "words" in arguments and not any(word.startswith("-") for word in rest):
+        arguments.words += rest  # settings behind an option, which argparse does not join to those before it
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if not hasattr(arguments, "command"):
-        _parser().print_help()
+        parser.print_help()
         return EXIT_BAD_INPUT
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
@@ -167,7 +172,7 @@ def _data_reasoning_gym(arguments: argparse.Namespace) -> None:
     made = make_reasoning_gym(
         arguments.task,
         arguments.size,
-        arguments.out,
+        arguments.out or f"data/{arguments.task}.parquet",
         seed=arguments.seed,
         options=parse_options(arguments.option),
         val_size=arguments.val_size,
@@ -181,7 +186,8 @@ def _data_gsm8k(arguments: argparse.Namespace) -> None:
     from verl.data.generate import GSM8K_INSTRUCTION, make_gsm8k
 
     instruction = GSM8K_INSTRUCTION if arguments.instruction is None else arguments.instruction
-    made = make_gsm8k(arguments.input, arguments.out, instruction, arguments.split)
+    out = arguments.out or f"data/gsm8k_{arguments.split}.parquet"
+    made = make_gsm8k(arguments.input, out, instruction, arguments.split)
     print(f"{made.path}: {made.rows} rows")
 
 
@@ -256,12 +262,12 @@ def _add_data_commands(commands: argparse._SubParsersAction, common: argparse.Ar
     gym.add_argument("--seed", type=int, default=0, help="default 0")
     gym.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of the task; may be repeated")
     gym.add_argument("--instruction", help="system message put before every problem")
-    gym.add_argument("--out", required=True, help="parquet file to write")
+    gym.add_argument("--out", help="parquet file to write (default data/<task>.parquet)")
     gym.set_defaults(command=_data_reasoning_gym)
 
     gsm8k = data.add_parser("gsm8k", parents=[common], help="GSM8K's jsonl files, converted")
     gsm8k.add_argument("--input", required=True, help="train.jsonl or test.jsonl of GSM8K")
-    gsm8k.add_argument("--out", required=True, help="parquet file to write")
+    gsm8k.add_argument("--out", help="parquet file to write (default data/gsm8k_<split>.parquet)")
     gsm8k.add_argument("--split", default="train", help="name noted in every row (default train)")
     gsm8k.add_argument("--instruction", help="text appended to every question (default asks for #### answer)")
     gsm8k.set_defaults(command=_data_gsm8k)

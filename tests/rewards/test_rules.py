@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.rules import RULES, boxed, by_source, exact_match, gsm8k, last_boxed, reasoning_gym, rule_named
+from verl.rewards.rules import RULES, boxed, by_source, exact_match, gsm8k, last_boxed, number, reasoning_gym, rule_named
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
 GSM8K_TEST = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
@@ -187,3 +187,19 @@ def test_a_misspelled_rule():
     assert rule_named("boxed") is boxed
     with pytest.raises(RewardError, match=re.escape("did you mean exact_match?")):
         rule_named("exact_matches")
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("The answer is 18.", "18", 1), ("9 + 9 = 18", "18", 1), ("18 or 17", "18", 0), ("eighteen", "18", 0),
+        ("-18", "18", 0), ("6 - 7 = -1", "-1", 1), ("118", "18", 0), ("18.0", "18", 1), ("", "18", 0),
+    ],
+)  # fmt: skip
+def test_number_is_the_last_one(response: str, truth: str, score: int) -> None:
+    assert number(response, truth) == score
+
+
+def test_number_needs_a_number_as_truth() -> None:
+    with pytest.raises(RewardError, match="not a number"):
+        number("18", "eighteen")

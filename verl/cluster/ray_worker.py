@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,8 +102,9 @@ def started_worker(config: Config, report: Callable[[str], None]) -> Iterator[Ra
 
     threads = worker_threads(config)
     try:
-        _start_ray(config, threads)
-        _require_cores(threads)
+        with _own_sigterm():
+            _start_ray(config, threads)
+        _require_resources(config, threads)
         actor = (
             ray.remote(Worker)
             .options(
@@ -119,6 +122,21 @@ def started_worker(config: Config, report: Callable[[str], None]) -> Iterator[Ra
             ray.kill(actor)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the process's own reaction to SIGTERM: Ray sets its own, which skips our clean-up and says nothing."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:  # what Ray makes of a SIGTERM while it starts
+        if callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _start_ray(config: Config, threads: int) -> None:
@@ -156,13 +174,21 @@ def _gpus(config: Config) -> int:
     return int(device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1))
 
 
-def _require_cores(threads: int) -> None:
-    cores = ray.cluster_resources().get("CPU", 0)
+def _require_resources(config: Config, threads: int) -> None:
+    """What the cluster does not have at all is refused at once; waiting would not bring it."""
+    there = ray.cluster_resources()
+    cores, gpus = there.get("CPU", 0), there.get("GPU", 0)
     if cores < threads:
         raise ClusterError(
             "the Ray cluster has fewer CPUs than the worker needs",
             f"wanted {threads} CPU, available {cores:g}",
             f"set cluster.threads={int(cores)} or less",
+        )
+    if _gpus(config) > gpus:
+        raise ClusterError(
+            "trainer.device asks for a GPU and the Ray cluster has none",
+            f"wanted {_gpus(config)} GPU, available {gpus:g}",
+            "set trainer.device=cpu",
         )
 
 

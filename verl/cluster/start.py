@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from verl.cluster.roles import Roles
+from verl.cluster.threads import available_cores, worker_threads
 from verl.config import Config
 from verl.errors import ClusterError
 from verl.rollout.parity import ParityReport
@@ -26,6 +27,7 @@ def start_workers(config: Config, report: Report) -> Iterator[Roles]:
             f"trainer.nnodes={config.trainer.nnodes}, trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}",
             "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or trainer.device=cpu)",
         )
+    _require_local_cores(config)
     if config.cluster.backend == "inline":
         from verl.cluster.worker import Worker
 
@@ -36,6 +38,17 @@ def start_workers(config: Config, report: Report) -> Iterator[Roles]:
 
     with started_worker(config, report) as remote:
         yield _roles(remote, config, remote.setup(), report)
+
+
+def _require_local_cores(config: Config) -> None:
+    """More threads than cores are refused: they would fight for the cores, and a local Ray would believe the number."""
+    wanted, there = worker_threads(config), available_cores()
+    if wanted > there and (config.cluster.backend == "inline" or config.cluster.address is None):
+        raise ClusterError(
+            "cluster.threads is more than the cores that this process may use",
+            f"wanted {wanted} CPU, available {there}",
+            f"set cluster.threads={there} or less, or leave it out to use all cores",
+        )
 
 
 def _roles(worker, config: Config, parity: ParityReport, report: Report) -> Roles:  # type: ignore[no-untyped-def]

@@ -69,14 +69,6 @@ class Worker:
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
         model = self._load(self._config.model.path, torch.float32, device)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        longest = self._config.data.max_prompt_length + self._config.data.max_response_length
-        if limit is not None and longest > limit:
-            raise ConfigError(
-                f"data.max_prompt_length + data.max_response_length is more than the model's {limit} positions",
-                f"{longest} tokens",
-                f"lower one of them until their sum is at most {limit}",
-            )
         weights = MasterWeights(model, dtype)
         return PolicyModel(model), weights
 
@@ -158,6 +150,13 @@ class Worker:
                 raise CheckpointError(
                     f"the checkpoint's {name} is another model than the configuration's", odd, "resume with its model"
                 )
+            for key, value in saved.items():
+                if value.shape != weights.masters[key].shape:
+                    raise CheckpointError(
+                        f"the checkpoint's {name} is another model than the configuration's",
+                        f"{key}: {tuple(value.shape)} in the checkpoint, {tuple(weights.masters[key].shape)} here",
+                        "resume with its model",
+                    )
             for key, value in saved.items():
                 weights.masters[key].copy_(value)
             weights.publish()

@@ -13,9 +13,12 @@ from verl.models.attention import AttentionContext
 from verl.models.log_probs import project, response_log_probs
 from verl.models.packed import PackedBatch, PackedContext
 from verl.models.rows import RowRule, apply_row_rule, choose_row_rule
+from verl.models.support import check_support
 
 # Decoders that change their logits between the projection and the softmax; the shared log-prob function does not.
 LOGIT_FEATURES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop")
 
 
 class PolicyModel(nn.Module):
@@ -38,8 +41,12 @@ class PolicyModel(nn.Module):
 
     @cached_property
     def rows(self) -> RowRule:
-        """Found at first use, when the parameters have the dtype and the place that they compute in."""
-        return _follow_row_rule(self)
+        """Found at first use, when the parameters have the dtype and the place that they compute in.
+
+        Raises:
+            ModelError: packed attention is not what this model needs.
+        """
+        return _follow_row_rule(self.model)
 
     def forward(self, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs (M,) of ``packed.targets`` and entropies (M,), in the order of the pack."""
@@ -86,7 +93,8 @@ class ValueModel(nn.Module):
         return self.value_head(predictors.to(self.value_head.weight.dtype))[:, 0]
 
 
-def _follow_row_rule(model: nn.Module) -> RowRule:
+def _follow_row_rule(model: PreTrainedModel) -> RowRule:
+    check_support(model)
     rule = choose_row_rule(model)
     apply_row_rule(model, rule)
     return rule
@@ -101,9 +109,13 @@ def decoder_states(decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, 
 
 
 def disable_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Also where layers keep a rate of their own for the functional form, used in training mode only."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for rate in DROPOUT_RATES:
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
     return model
 
 

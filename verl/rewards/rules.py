@@ -53,6 +53,11 @@ def gsm8k(
     return 1.0 if answer == truth else float(format_score)
 
 
+def number(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    """1 if the last number of the response equals the ground truth, else 0 ("9 + 9 is 18." answers 18)."""
+    return float(last_number(response_text) == _truth_number(ground_truth))
+
+
 def _truth_number(ground_truth: Any) -> Fraction:
     truth = whole_number(str(ground_truth).rpartition("####")[2])
     if truth is None:
@@ -87,8 +92,8 @@ def boxed(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | No
     left, right = _plain_math(answer), _plain_math(truth)
     if left == right:
         return 1.0
-    number = whole_number(left)
-    return float(number is not None and number == whole_number(right))
+    value = whole_number(left)
+    return float(value is not None and value == whole_number(right))
 
 
 def last_boxed(text: str) -> str | None:
@@ -164,6 +169,7 @@ def _reasoning_scorer(task: str, options: str) -> Callable[[str, dict[str, Any]]
 
 RULES: dict[str, Rule] = {
     "gsm8k": gsm8k,
+    "number": number,
     "exact_match": exact_match,
     "boxed": boxed,
     "reasoning_gym": reasoning_gym,

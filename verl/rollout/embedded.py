@@ -7,6 +7,7 @@ are the trainer's to the bit (design: parity law).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ from verl.rollout.seeds import uniforms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DIVERGED_FIX = "train with a lower learning rate, from an earlier checkpoint"
 
 
 class EmbeddedEngine:
@@ -92,6 +95,9 @@ class EmbeddedEngine:
         results, sources, targets = self.scheduler.abort(None if slots is None else set(slots))
         self._cache.move(sources, targets)
         self._release()
+        chosen = [slots is None or result.slot in slots for result in self._refused]
+        results += [result for result, gone in zip(self._refused, chosen, strict=True) if gone]
+        self._refused = [result for result, gone in zip(self._refused, chosen, strict=True) if not gone]
         return results
 
     def pause(self) -> None:
@@ -106,10 +112,12 @@ class EmbeddedEngine:
 
         Running responses go on under the new weights; their keys and values are computed again.
         """
-        parameters = dict(self.policy.model.named_parameters())
+        parameters = dict(self.policy.model.named_parameters(remove_duplicate=False))  # tied ones by either name
         for name, tensor in tensors:
             if name not in parameters:
                 raise EngineError("published weights hold a tensor that the model lacks", name)
+            if parameters[name].shape != tensor.shape:
+                raise EngineError(f"published weights do not fit {name}", f"{tuple(tensor.shape)}")
             parameters[name].copy_(tensor)
         self.scheduler.requeue_active()
         self._release()
@@ -176,6 +184,10 @@ class EmbeddedEngine:
         for sequence, token, log_prob, mass in zip(
             sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.kept_log_mass.tolist(), strict=True
         ):
+            if not math.isfinite(log_prob):
+                raise EngineError(
+                    "the model gives no finite log-probs: its weights are broken", sequence.request.slot, DIVERGED_FIX
+                )
             sequence.append(token, log_prob, self._version, mass)
         first_row = len(self.scheduler.active) - len(sequences)
         results, ended = [], []

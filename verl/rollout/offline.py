@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from verl.errors import EngineError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer, require_chat_template
 from verl.models.policy import PolicyModel
@@ -34,6 +35,7 @@ def generate_text(
 
     Raises:
         ModelError: no such model, or no chat template (and not ``raw``).
+        EngineError: an empty prompt, or one that leaves no room for a response.
     """
     tokenizer = load_tokenizer(model, trust_remote_code)
     if not raw:
@@ -53,4 +55,11 @@ def generate_text(
             sampling = SamplingParams(max_new_tokens, temperature, seed=slot_seed(seed, str(number), index))
             requests.append(Request(Slot(str(number), index), list(ids), sampling))
     results = generate(engine, requests)
+    for request, result in zip(requests, results, strict=True):
+        if result.finish_reason == "refused":
+            raise EngineError(
+                f"prompt {request.slot.uid} is as long as all positions of the model",
+                f"{len(request.prompt_ids)} tokens",
+                "shorten it",
+            )
     return [tokenizer.decode(result.response_ids, skip_special_tokens=True) for result in results]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from verl.errors import EngineError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -65,11 +67,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Resume:
-    """The part of a response that was sampled before a pause."""
+    """The part of a response that was sampled before a pause, as its :class:`Result` had it."""
 
     response_ids: NDArray[np.int32]
     log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    kept_log_mass: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,16 @@ class RolloutEngine(Protocol):
 
 
 def generate(engine: RolloutEngine, requests: list[Request]) -> list[Result]:
-    """All requests to their end; results in the order of the requests."""
+    """All requests to their end; results in the order of the requests.
+
+    Raises:
+        EngineError: the engine has other requests, whose results would be lost here.
+    """
+    stats = engine.stats()
+    if stats.waiting or stats.active:
+        raise EngineError(
+            "the engine still has other requests", stats.waiting + stats.active, "finish them or abort them first"
+        )
     engine.submit(requests)
     results: dict[Slot, Result] = {}
     while len(results) < len(requests):

@@ -23,10 +23,10 @@ def sample(logits: Tensor, uniform: Tensor, greedy: Tensor, top_p: Tensor, top_k
         uniform: (N,) float32 in [0, 1).
         greedy: (N,) bool; those rows take the most likely token.
         top_p: (N,) float32; 1 is off.
-        top_k: (N,) int64; 0 or less is off.
+        top_k: (N,) int64; 0 or less is off, as is the whole vocabulary.
     """
     log_p = torch.log_softmax(logits, -1)
-    cut = ~greedy & ((top_p < 1.0) | (top_k > 0))
+    cut = ~greedy & ((top_p < 1.0) | ((top_k > 0) & (top_k < logits.shape[1])))
     mass = torch.zeros_like(uniform)
     probs = log_p.exp()
     if bool(cut.any()):
@@ -34,8 +34,9 @@ def sample(logits: Tensor, uniform: Tensor, greedy: Tensor, top_p: Tensor, top_k
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:].contiguous()
     picked = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
-    # u * total can round up to total: the last token that has any mass is then meant, not one beyond the vocabulary
-    tokens = torch.minimum(picked, torch.searchsorted(cdf, total))[:, 0]
+    # u * total can round up to total: the last token that has any mass is then meant, not one beyond the vocabulary.
+    # Logits that are not finite give an id of no meaning and a log-prob of NaN, for the caller to see.
+    tokens = torch.minimum(picked, torch.searchsorted(cdf, total))[:, 0].clamp(max=logits.shape[1] - 1)
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     return SampledTokens(tokens, log_p.gather(1, tokens[:, None])[:, 0], mass)
@@ -56,9 +57,8 @@ def truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> tuple[Tensor, Tenso
     limit = torch.where(top_k > 0, top_k, probs.shape[1])
     keep = rank < limit[:, None]
     ordered = torch.where(keep, ordered, 0.0)
-    within = ordered / ordered.sum(-1, keepdim=True)
-    before = within.cumsum(-1) - within  # mass of the more likely tokens, after top-k
-    keep &= (before < top_p[:, None]) | (rank == 0)
+    reached = ordered.cumsum(-1)  # not sum: with one row its bits depend on the threads
+    before = (reached - ordered) / reached[:, -1:]  # mass of the more likely tokens, after top-k
+    keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0) | (rank == 0)
     kept = torch.where(keep, ordered, 0.0)
-    mass = kept.sum(-1)
-    return torch.zeros_like(probs).scatter_(1, index, kept), mass.log()
+    return torch.zeros_like(probs).scatter_(1, index, kept), kept.cumsum(-1)[:, -1].log()

@@ -12,8 +12,8 @@ import numpy as np
 from verl.errors import EngineError
 from verl.rollout.protocol import FinishReason, Request, Result, Slot
 
-# Tokens that are decoded again to look for a stop string that spans token borders, beyond the string's own length:
-# a character can take several byte-level tokens, and the first ones of a window may decode to nothing by themselves.
+# Tokens that are decoded again to look for a stop string that spans token borders, beyond the string's own bytes
+# (a token may be a single byte of a character): the first ones of a window may decode to nothing by themselves.
 STOP_WINDOW = 8
 
 
@@ -56,7 +56,8 @@ class Sequence:
             return "stop"
         stops = self.request.sampling.stop
         if stops:
-            tail = decode(self.ids[-(max(map(len, stops)) + STOP_WINDOW) :])
+            longest = max(len(stop.encode("utf-8", "surrogatepass")) for stop in stops)
+            tail = decode(self.ids[-(longest + STOP_WINDOW) :])
             if any(stop in tail for stop in stops):
                 return "stop"
         return "length" if len(self.ids) >= self.max_new_tokens else None
@@ -96,13 +97,21 @@ class Scheduler:
         self._slots: set[Slot] = set()
 
     def submit(self, requests: Iterable[Request]) -> list[Result]:
-        """Queue requests; results of those that cannot ever run (finish reason ``refused``)."""
-        refused = []
+        """Queue requests; results of those that cannot ever run (finish reason ``refused``) or are at their limit.
+
+        Raises:
+            EngineError: a slot that is here already, or an empty prompt; then none of the requests is queued.
+        """
+        requests = list(requests)
+        slots = set(self._slots)
         for request in requests:
-            if request.slot in self._slots:
+            if request.slot in slots:
                 raise EngineError("a slot was submitted twice", request.slot, "wait for its result or abort it first")
             if not request.prompt_ids:
                 raise EngineError("a request has an empty prompt", request.slot, "give every prompt at least one token")
+            slots.add(request.slot)
+        refused = []
+        for request in requests:
             sampling = request.sampling
             ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
             room = self.max_model_len - len(request.prompt_ids)
@@ -111,7 +120,8 @@ class Scheduler:
                 sequence.ids = request.resume.response_ids.tolist()
                 sequence.log_probs = request.resume.log_probs.tolist()
                 sequence.versions = request.resume.versions.tolist()
-                sequence.kept_log_mass = [0.0] * len(sequence.ids)
+                mass = request.resume.kept_log_mass
+                sequence.kept_log_mass = [0.0] * len(sequence.ids) if mass is None else mass.tolist()
             if len(sequence.ids) >= sequence.max_new_tokens:
                 refused.append(sequence.result("refused" if room <= 0 else "length"))
                 continue

@@ -74,13 +74,15 @@ class Trainer:
             if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
                 with timer("testing"):
                     measured = self.evaluate()
-            if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
-                with timer("save_checkpoint"):
-                    state.save(self.store, roles, config)
             timings = timer.flush()
             progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
             numbers = reduce_metrics(batch_metrics(batch) | found | trained)
             self.tracker.log(state.step, numbers | cost_metrics(batch, timings, config) | timings | progress | measured)
+            # After the step is written down: a run killed in between does it again, and no step loses its line. The
+            # seconds are logged with the next step.
+            if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
+                with timer("save_checkpoint"):
+                    state.save(self.store, roles, config)
             if measured:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
 

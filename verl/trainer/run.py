@@ -9,7 +9,7 @@ from verl.cluster.start import start_workers
 from verl.config import Config, dump_yaml
 from verl.data.loader import PromptDataset, PromptLoader
 from verl.errors import CheckpointError, ConfigError
-from verl.models.loading import load_tokenizer, resolve_model
+from verl.models.loading import load_config, load_tokenizer
 from verl.rewards.scorer import RuleScorer
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking.report import write_report
@@ -30,7 +30,7 @@ def train(config: Config, console: Console) -> RunSummary:
     """
     check_loggers(config.trainer.logger)
     run_dir = RunDir(config.run_dir)
-    resolve_model(config.model.path)
+    check_positions(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
     training = PromptDataset.load(config.data.train_files, config.data, tokenizer, config.data.train_max_samples)
     validation = None
@@ -55,6 +55,8 @@ def train(config: Config, console: Console) -> RunSummary:
                 f"or remove {run_dir.path}",
                 soft_wrap=True,
             )
+            if not run_dir.report.exists():  # the run was killed between its last checkpoint and its report
+                write_report(run_dir)
             return summarize(read_metrics(run_dir)[0])
         start = checkpoint.step if checkpoint else 0
         run_dir.truncate_after(start if checkpoint else -1)
@@ -87,6 +89,25 @@ def train(config: Config, console: Console) -> RunSummary:
         run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
         write_report(run_dir)
         return summarize(read_metrics(run_dir)[0])
+
+
+def check_positions(config: Config) -> None:
+    """Refuse sequences that are longer than the model (or the critic's model) has positions.
+
+    Raises:
+        ConfigError: they are.
+        ModelError: no such model.
+    """
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for path in dict.fromkeys([config.model.path] + [config.critic_model_path] * config.uses_critic):
+        model = load_config(path, config.model.trust_remote_code).get_text_config()
+        limit = getattr(model, "max_position_embeddings", None)
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"data.max_prompt_length + data.max_response_length is more than the {limit} positions of {path}",
+                f"{longest} tokens",
+                f"lower one of them until their sum is at most {limit}",
+            )
 
 
 def find_checkpoint(config: Config, store: CheckpointStore, run_dir: RunDir) -> Checkpoint | None:

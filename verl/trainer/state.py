@@ -35,7 +35,7 @@ class TrainerState:
     def save(self, store: CheckpointStore, roles: Roles, config: Config) -> None:
         """Write ``checkpoints/step_…`` with models, optimizers and this state: complete, or not there at all."""
         with store.begin(self.step) as pending:
-            roles.save(str(pending.path))
+            roles.save(str(pending.path.absolute()))  # a worker may stand in another folder
             tree: dict[str, Any] = {
                 "step": self.step,
                 "loader": self.loader.state_dict(),
@@ -47,7 +47,7 @@ class TrainerState:
     def restore(self, checkpoint: Checkpoint, roles: Roles) -> None:
         """Go on where the checkpoint was."""
         checkpoint.verify()
-        roles.load(str(checkpoint.path))
+        roles.load(str(checkpoint.path.absolute()))
         tree = cast(dict[str, Any], checkpoint.read_state(STATE_NAME))
         self.step = tree["step"]
         self.loader.load_state_dict(tree["loader"])

@@ -60,7 +60,8 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over master weights, with gradient clipping once an optimizer step.
 
     Norms and biases (parameters of fewer than two dimensions) are not decayed. A step whose gradient is not finite
-    changes nothing and is counted.
+    changes nothing and is counted. A step whose gradient is exactly zero has nothing to teach (every group's rewards
+    are equal, say) and changes nothing either: decay and momentum alone would move the weights.
 
     Args:
         name: of the role, for the metrics.
@@ -84,7 +85,7 @@ class Optimizer:
         masters = list(self._weights.masters.values())
         norm = float(torch.nn.utils.clip_grad_norm_(masters, self._grad_clip))
         finite = math.isfinite(norm)
-        if finite:
+        if finite and norm > 0:
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
             self._adamw.step()

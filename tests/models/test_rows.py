@@ -1,0 +1,107 @@
+"""Row rules: when the rows of a linear layer keep their bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from toy_models import random_lm
+from transformers.pytorch_utils import Conv1D
+
+from verl.models import rows
+from verl.models.rows import ALL_ROWS, BLOCK, IN_BLOCKS, RowRule, apply_row_rule, choose_row_rule, linear_rows
+
+
+def test_padded() -> None:
+    assert [ALL_ROWS.padded(n) for n in (0, 1, 8, 9)] == [8, 8, 8, 16]
+    assert [IN_BLOCKS.padded(n) for n in (1, 64, 65)] == [64, 64, 128]
+
+
+@pytest.mark.parametrize("shape", [(128, 6), (1, 192, 6)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_blocks_are_a_linear_layer(shape: tuple[int, ...], with_bias: bool) -> None:
+    leaves = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in (shape, (5, 6), (5,))]
+    x, weight, bias = leaves
+    used = leaves if with_bias else leaves[:2]
+    ours, plain = (
+        linear(x, weight, bias if with_bias else None)
+        for linear in (lambda *inputs: linear_rows(*inputs, IN_BLOCKS), F.linear)
+    )
+    torch.testing.assert_close(ours, plain)
+    factor = torch.randn_like(plain)
+    for a, b in zip(torch.autograd.grad(ours, used, factor), torch.autograd.grad(plain, used, factor), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_blocks_call_the_kernel_with_one_row_count_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    plain = F.linear
+
+    def spy(x: Tensor, *rest: Tensor) -> Tensor:
+        seen.append(x.shape[0])
+        return plain(x, *rest)
+
+    monkeypatch.setattr(rows.F, "linear", spy)
+    linear_rows(torch.randn(1, 3 * BLOCK, 4), torch.randn(2, 4), None, IN_BLOCKS)
+    assert seen == [BLOCK] * 3
+
+
+def test_every_linear_layer_follows_and_keeps_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), Conv1D(4, 8), nn.Linear(4, 2, bias=False))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    names, x = [name for name, _ in model.named_parameters()], torch.randn(64, 6)
+    before = model(x)
+    for rule in (IN_BLOCKS, ALL_ROWS, IN_BLOCKS):  # a second rule replaces the first
+        apply_row_rule(model, rule)
+        assert [layer.row_rule for layer in model if not isinstance(layer, nn.ReLU)] == [rule] * 3
+        torch.testing.assert_close(model(x), before)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_proven_rule_holds(family: str, dtype: torch.dtype) -> None:
+    """On shapes of the probe and on row counts beside it."""
+    model = random_lm(family, dtype)
+    rule = choose_row_rule(model)
+    apply_row_rule(model, rule)
+    if not rule.proven:
+        pytest.skip("no rule holds on this machine; the tolerance form of the parity law applies")
+    layer = next(m for m in model.modules() if hasattr(m, "row_rule"))
+    x = torch.randn(rule.padded(700), 32).to(dtype)
+    whole = layer(x)
+    for count in (1, 2, 11, 65, 300):
+        count = rule.padded(count)
+        assert torch.equal(layer(x[8 : 8 + count]), whole[8 : 8 + count])
+
+
+def noisy(changes: bool, in_blocks: bool) -> object:
+    """A linear layer whose rows depend on how many there are: in calls of all rows, in calls of a block."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+        wrong = in_blocks if rule.block else changes
+        return F.linear(x, weight, bias) + (x.shape[0] * 1e-3 if wrong else 0.0)
+
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("all_rows", "in_blocks", "expected"),
+    [
+        (False, False, RowRule(8, None, True)),
+        (True, False, RowRule(BLOCK, BLOCK, True)),
+        (True, True, RowRule(8, None, False)),
+    ],
+)
+def test_the_probe_tells(all_rows: bool, in_blocks: bool, expected: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "linear_rows", noisy(all_rows, in_blocks))
+    assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4))) == expected
+
+
+def test_conv1d_is_probed_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(rows, "_keeps_bits", lambda weight, *_: shapes.append(tuple(weight.shape)) or True)
+    assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4), nn.Linear(8, 4))).proven
+    assert shapes == [(4, 8), (2, 4)]  # (out, in), each shape once

@@ -1,0 +1,104 @@
+"""Small models whose answers are known: random decoders that listen to their attention, and Markov chains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+from verl.models.attention import ATTENTION_NAME
+from verl.models.policy import PolicyModel
+
+VOCABULARY, EOS = 40, 39
+FAMILIES = ("llama", "qwen2", "gpt2")
+
+
+def config_of(family: str, **changes: Any) -> PreTrainedConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gpt2": GPT2Config, "mistral": MistralConfig}[family]
+    if family == "gpt2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    return kind(**sizes | {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None} | changes)
+
+
+def random_lm(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = ATTENTION_NAME, **changes: Any
+) -> PreTrainedModel:
+    """Weights far larger than at a usual start, so that what a token attends to shows in its log-probs."""
+    config = config_of(family, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.25 if parameter.dim() > 1 else parameter + noise * 0.1)
+    return model.to(dtype).eval()
+
+
+def random_policy(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PolicyModel:
+    return PolicyModel(random_lm(family, dtype, **changes))
+
+
+def markov_policy(logits: Tensor, positions: int = 64, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    """A policy whose next-token logits depend on the last token alone: row t of ``logits`` (V, V), V even.
+
+    Token t is embedded as a unit vector, both residual branches add nothing, and RMS norm makes it sqrt(V) long.
+    """
+    size = logits.shape[0]
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=size,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=positions,
+        rms_norm_eps=0.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        layer = model.model.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(logits.T / size**0.5)
+    return PolicyModel(model.to(dtype).eval())
+
+
+def successor_logits(size: int, probability: float) -> Tensor:
+    """Token t is followed by t + 1 (the last by the first) with this probability, by each other one equally."""
+    logits = torch.zeros(size, size)
+    step = float(np.log(probability / ((1 - probability) / (size - 1))))
+    logits[torch.arange(size), (torch.arange(size) + 1) % size] = step
+    return logits
+
+
+def same_numbers(a: Tensor, b: Tensor, proven: bool) -> None:
+    """Equal bits where the row rule is proven on this machine, else equal within the tolerance form of the law."""
+    if proven:
+        assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} differ, at most by {(a - b).abs().max()}"
+    else:
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
