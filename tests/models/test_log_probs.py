@@ -116,7 +116,9 @@ def test_log_probs_of_a_bfloat16_model_are_float32() -> None:
 
 def test_frozen_inputs_and_no_tokens() -> None:
     hidden = torch.randn(0, 4, requires_grad=True)
-    found, entropy = response_log_probs(hidden, torch.randn(6, 4), None, torch.empty(0, dtype=torch.int64), 1.0, ALL_ROWS)
+    found, entropy = response_log_probs(
+        hidden, torch.randn(6, 4), None, torch.empty(0, dtype=torch.int64), 1.0, ALL_ROWS
+    )
     assert found.shape == entropy.shape == (0,)
     found.sum().backward()
     assert hidden.grad is not None and hidden.grad.shape == (0, 4)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from verl.algorithms.metric import Metric
 from verl.models.attention import ATTENTION_NAME
@@ -20,7 +21,7 @@ from verl.training.optimizer import MasterWeights, Optimizer
 FLOAT_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "values", "returns")
 
 
-@dataclass
+@dataclass(repr=False)
 class Policies:
     """A policy and a value model of one dtype, shared by all examples: no test moves their weights."""
 
@@ -30,9 +31,19 @@ class Policies:
     value_weights: MasterWeights
 
 
+class WideNorm(LlamaRMSNorm):
+    """transformers computes RMS norms in float32 whatever the model is in; a float64 law needs them in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
 def load(folder: Path, dtype: torch.dtype) -> Policies:
     policy = PolicyModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME))
     value = ValueModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME)).to(dtype)
+    for module in (*policy.modules(), *value.modules()):
+        if dtype == torch.float64 and isinstance(module, LlamaRMSNorm):
+            module.__class__ = WideNorm
     generator = torch.Generator().manual_seed(5)
     nn.init.normal_(value.value_head.weight, std=0.3, generator=generator)  # from zero nothing reaches the backbone
     return Policies(policy, MasterWeights(policy.model, dtype), value, MasterWeights(value, dtype))

@@ -85,7 +85,7 @@ def splits(draw: st.DrawFn) -> tuple[Shape, Limits, list[int]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(split=splits())
 def test_law_2_actor_float64(float64: Policies, mode: str, split: tuple[Shape, Limits, list[int]]) -> None:
     shape, limits, order = split
@@ -95,7 +95,7 @@ def test_law_2_actor_float64(float64: Policies, mode: str, split: tuple[Shape, L
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(split=splits())
 def test_law_2_critic_float64(float64: Policies, mode: str, split: tuple[Shape, Limits, list[int]]) -> None:
     shape, limits, order = split
@@ -104,7 +104,7 @@ def test_law_2_critic_float64(float64: Policies, mode: str, split: tuple[Shape, 
     assert_same(whole, critic_step(float64, batch.select_idxs(order), limits, mode), 1e-10)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(split=splits(), mode=st.sampled_from(MODES))
 def test_law_2_float32(float32: Policies, split: tuple[Shape, Limits, list[int]], mode: str) -> None:
     shape, limits, order = split
@@ -114,7 +114,7 @@ def test_law_2_float32(float32: Policies, split: tuple[Shape, Limits, list[int]]
     assert_same(critic_step(float32, batch, WHOLE, mode), critic_step(float32, turned, limits, mode), 1e-4)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(split=splits(), mode=st.sampled_from(MODES), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
 def test_law_1_garbage_where_nothing_is_trained(
     float64: Policies, split: tuple[Shape, Limits, list[int]], mode: str, garbage: float
@@ -157,7 +157,7 @@ def plain_log_probs(models: Policies, batch: DataProto, row: int) -> tuple[Tenso
     model = models.policy.model
     assert isinstance(model, PreTrainedModel)
     used = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("sdpa")
     try:
         logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0]
     finally:
@@ -186,13 +186,16 @@ def test_the_actors_gradient_is_that_of_the_loss_written_out(float64: Policies, 
         kl = (ref - log_probs).exp() - 1 - (ref - log_probs)
         loss = (loss - 0.05 * entropy + 0.3 * kl)[mask[row, :length]]
         if len(loss):
-            total = total + {
-                "token-mean": loss.sum() / tokens,
-                "seq-mean-token-sum": loss.sum() / rows,
-                "seq-mean-token-mean": loss.mean() / rows,
-                "seq-mean-token-sum-norm": loss.sum() / rows / FIXED_DIVISOR,
-                "token-sum": loss.sum(),
-            }[mode]
+            total = (
+                total
+                + {
+                    "token-mean": loss.sum() / tokens,
+                    "seq-mean-token-sum": loss.sum() / rows,
+                    "seq-mean-token-mean": loss.mean() / rows,
+                    "seq-mean-token-sum-norm": loss.sum() / rows / FIXED_DIVISOR,
+                    "token-sum": loss.sum(),
+                }[mode]
+            )
     total.backward()
     expected = {n: p.grad.clone() for n, p in float64.policy_weights.masters.items() if p.grad is not None}
     found, metrics = actor_step(float64, batch, Limits(2, None, True), config)
@@ -203,4 +206,4 @@ def test_the_actors_gradient_is_that_of_the_loss_written_out(float64: Policies, 
     combined = metrics["actor/pg_loss"] + 0.3 * metrics["actor/kl_loss"]
     assert config.entropy_coeff == 0.05
     if mode == "token-mean":  # the one mode in which the logged entropy is the one in the loss
-        assert combined - 0.05 * metrics["actor/entropy"] == pytest.approx(float(total), abs=1e-9)
+        assert combined - 0.05 * metrics["actor/entropy"] == pytest.approx(total.item(), abs=1e-9)

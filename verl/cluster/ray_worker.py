@@ -6,10 +6,14 @@ import logging
 import os
 import secrets
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,6 +29,8 @@ from verl.rollout.parity import ParityReport
 from verl.rollout.protocol import EngineStats, Request, Result
 
 NOTICE_SECONDS = 600.0  # a call that takes longer is named, with what is waited for
+LISTENER_SECONDS = 10.0
+REAPER_SECONDS = 5.0
 OBJECT_STORE_BYTES = 2 * 2**30
 
 
@@ -101,9 +107,12 @@ def started_worker(config: Config, report: Callable[[str], None]) -> Iterator[Ra
     from verl.cluster.worker import Worker
 
     threads = worker_threads(config)
+    reaper: subprocess.Popen[bytes] | None = None
     try:
         with _own_sigterm():
-            _start_ray(config, threads)
+            session = _start_ray(config, threads)
+        if config.cluster.address is None:
+            reaper = _start_reaper(session)
         _require_resources(config, threads)
         actor = (
             ray.remote(Worker)
@@ -122,6 +131,20 @@ def started_worker(config: Config, report: Callable[[str], None]) -> Iterator[Ra
             ray.kill(actor)
     finally:
         ray.shutdown()
+        if reaper is not None:
+            with suppress(subprocess.TimeoutExpired):
+                reaper.communicate(b".", timeout=REAPER_SECONDS)
+
+
+def _start_reaper(session: str) -> subprocess.Popen[bytes]:
+    """Watches over the local Ray: see :mod:`verl.cluster.reaper`. It ends with this process, however that ends."""
+    return subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), session],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 @contextmanager
@@ -139,7 +162,8 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _start_ray(config: Config, threads: int) -> None:
+def _start_ray(config: Config, threads: int) -> str:
+    """Start or reach Ray; the folder of its session."""
     address = config.cluster.address
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
     if address is None:
@@ -152,8 +176,10 @@ def _start_ray(config: Config, threads: int) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"num_cpus": threads, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    else:
+        _require_listener(address)
     try:
-        ray.init(address=address or "local", **options)
+        context = ray.init(address=address or "local", **options)
     except Exception as error:
         raise ClusterError(
             f"Ray could not be {'reached' if address else 'started'}: {error}",
@@ -166,6 +192,26 @@ def _start_ray(config: Config, threads: int) -> None:
             f"RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')}",
             "unset RAY_AUTH_MODE, or run with cluster.backend=inline",
         )
+    return str(context.address_info["session_dir"])
+
+
+def _require_listener(address: str) -> None:
+    """Ask whether anybody answers at ``host:port``; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or not port.isdigit() or "://" in address:
+        raise ClusterError(
+            "cluster.address is not the address of a Ray cluster", address, "give host:port, as `ray start` prints it"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=LISTENER_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(
+            f"nobody answers at cluster.address: {error}",
+            address,
+            "start a cluster there (ray start --head), or leave cluster.address out for a local Ray",
+        ) from error
 
 
 def _gpus(config: Config) -> int:

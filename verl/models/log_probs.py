@@ -34,6 +34,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
         hidden = torch.cat([hidden, hidden.new_zeros(fill, hidden.shape[1])])
     logits = linear_rows(hidden, weight, bias, rule)[:rows].to(wide_dtype(weight.dtype))
     if isinstance(temperature, float | int):
+        if temperature in (0, 1):
+            return logits
         temperature = logits.new_full((rows,), temperature)  # one division kernel for both forms, one result
     return logits / torch.where(temperature == 0, 1.0, temperature)[:, None].to(logits.dtype)
 
@@ -101,8 +103,11 @@ class _ResponseLogProbs(torch.autograd.Function):
 
 
 def _entropy(log_p: Tensor) -> Tensor:
-    """(N, V) log-probs -> (N,) entropy in nats; impossible tokens (-inf) add 0."""
-    return -torch.where(log_p > float("-inf"), log_p.exp() * log_p, 0.0).sum(-1)
+    """(N, V) log-probs -> (N,) entropy in nats; impossible tokens (-inf) add 0, a NaN stays one."""
+    entropy = -log_p.exp().mul_(log_p).sum(-1)
+    if bool(entropy.isnan().any()):  # 0 * -inf, or a NaN: told apart only where there is one, as it takes longer
+        entropy = -torch.where(log_p == float("-inf"), 0.0, log_p.exp() * log_p).sum(-1)
+    return entropy
 
 
 def response_log_probs(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 
 from verl.checkpoint.store import Checkpoint, CheckpointStore
@@ -19,6 +22,34 @@ from verl.trainer.loop import Trainer
 from verl.trainer.sampling import Sampler
 from verl.trainer.state import TrainerState
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made of, read and checked before any worker starts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    loader: PromptLoader
+    validation: PromptDataset | None
+
+    @classmethod
+    def load(cls, config: Config) -> Inputs:
+        """Raises VerlError for whatever is wrong with logger names, model, data files or reward function."""
+        check_loggers(config.trainer.logger)
+        data = config.data
+        check_positions(config)
+        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
+        training = PromptDataset.load(data.train_files, data, tokenizer, data.train_max_samples)
+        validation = None
+        if data.val_files:
+            validation = PromptDataset.load(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files")
+        scorer = RuleScorer(config.reward)
+        scorer.check_sources(row.data_source for dataset in (training, validation) if dataset for row in dataset.rows)
+        loader = PromptLoader(training, data.train_batch_size, data.shuffle, config.data_seed, data.drop_last)
+        return cls(tokenizer, loader, validation)
+
 
 def train(config: Config, console: Console) -> RunSummary:
     """Run a training job to its end, going on from its last checkpoint if it has one.
@@ -28,23 +59,9 @@ def train(config: Config, console: Console) -> RunSummary:
     Raises:
         VerlError: what, value and fix.
     """
-    check_loggers(config.trainer.logger)
+    inputs = Inputs.load(config)
+    total_steps = config.total_training_steps(len(inputs.loader.dataset))
     run_dir = RunDir(config.run_dir)
-    check_positions(config)
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
-    training = PromptDataset.load(config.data.train_files, config.data, tokenizer, config.data.train_max_samples)
-    validation = None
-    if config.data.val_files:
-        validation = PromptDataset.load(
-            config.data.val_files, config.data, tokenizer, config.data.val_max_samples, "data.val_files"
-        )
-    scorer = RuleScorer(config.reward)
-    scorer.check_sources(row.data_source for data in (training, validation) if data for row in data.rows)
-    loader = PromptLoader(
-        training, config.data.train_batch_size, config.data.shuffle, config.data_seed, config.data.drop_last
-    )
-    total_steps = config.total_training_steps(len(training))
-
     with run_dir.create().lock():
         store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
         checkpoint = find_checkpoint(config, store, run_dir)
@@ -64,7 +81,7 @@ def train(config: Config, console: Console) -> RunSummary:
         store.drop_newer_than(start)
         write_atomic(run_dir.config, dump_yaml(config))
         run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
-        _describe(console, config, training, validation, total_steps)
+        _describe(console, config, inputs, total_steps)
         with (
             start_workers(config, lambda line: console.print(line, soft_wrap=True)) as roles,
             build_tracker(config.trainer.logger, run_dir, total_steps, start if checkpoint else None) as tracker,
@@ -73,10 +90,10 @@ def train(config: Config, console: Console) -> RunSummary:
                 config=config,
                 total_steps=total_steps,
                 roles=roles,
-                state=TrainerState.fresh(config, loader),
-                train_sampler=Sampler(config.training_sampling, config, tokenizer),
-                val_sampler=Sampler(config.validation_sampling, config, tokenizer),
-                validation=validation,
+                state=TrainerState.fresh(config, inputs.loader),
+                train_sampler=Sampler(config.training_sampling, config, inputs.tokenizer),
+                val_sampler=Sampler(config.validation_sampling, config, inputs.tokenizer),
+                validation=inputs.validation,
                 run_dir=run_dir,
                 store=store,
                 tracker=tracker,
@@ -85,7 +102,11 @@ def train(config: Config, console: Console) -> RunSummary:
             if checkpoint is not None:
                 trainer.state.restore(checkpoint, roles)
                 console.print(f"going on from {checkpoint.path}", soft_wrap=True)
-            trainer.fit()
+            try:
+                trainer.fit()
+            except BaseException as error:
+                run_dir.log_event("stopped", "run", type(error).__name__, trainer.state.step)
+                raise
         run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
         write_report(run_dir)
         return summarize(read_metrics(run_dir)[0])
@@ -144,12 +165,11 @@ def _trained_steps(run_dir: RunDir) -> int:
     return summarize(read_metrics(run_dir)[0]).trained_steps if run_dir.metrics.exists() else 0
 
 
-def _describe(
-    console: Console, config: Config, training: PromptDataset, validation: PromptDataset | None, total_steps: int
-) -> None:
+def _describe(console: Console, config: Config, inputs: Inputs, total_steps: int) -> None:
     rows = config.data.train_batch_size * config.rollout.n
+    training = inputs.loader.dataset
     dropped = f", {training.dropped} too long and left out" if training.dropped else ""
-    held_out = f", {len(validation)} held-out" if validation is not None else ""
+    held_out = f", {len(inputs.validation)} held-out" if inputs.validation is not None else ""
     console.print(
         f"{config.algorithm.adv_estimator} on {config.model.path}: {len(training)} prompts{dropped}{held_out}; "
         f"{total_steps} steps of {config.data.train_batch_size} prompts x {config.rollout.n} = {rows} responses; "

@@ -1,0 +1,210 @@
+"""The worker that holds the models: devices, limits, and checkpoints that come back bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl.algorithms.aggregation import count_denominators
+from verl.cluster.start import start_workers
+from verl.cluster.threads import available_cores, worker_environment, worker_threads
+from verl.cluster.worker import Worker, choose_device, limits_of
+from verl.config import Config, build_config
+from verl.errors import CheckpointError, ClusterError, ConfigError
+from verl.models.tiny import build_tiny
+from verl.protocol import DataProto
+from verl.training.micro_batches import Limits
+
+
+def config_of(model_dir: Path, **sections: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "data": {
+            "train_files": "unused.jsonl",
+            "train_batch_size": 2,
+            "max_prompt_length": 8,
+            "max_response_length": 6,
+        },
+        "model": {"path": str(model_dir), "dtype": "bfloat16"},
+        "actor": {"ppo_mini_batch_size": 2},
+        "rollout": {"n": 2},
+        "algorithm": {"adv_estimator": "gae"},
+        "trainer": {"device": "cpu"},
+        "cluster": {"backend": "inline", "threads": 1},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values
+    return build_config(tree)
+
+
+def batch() -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.arange(6) < torch.tensor([6, 3, 4, 1])[:, None]
+    prompts = torch.randint(0, 256, (2, 5), generator=generator).repeat_interleave(2, 0)
+    columns = {
+        name: torch.randn(4, 6, generator=generator)
+        for name in ("advantages", "returns", "values", "old_log_probs", "rollout_log_probs")
+    }
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompts,
+            "responses": torch.randint(0, 256, (4, 6), generator=generator),
+            "attention_mask": torch.cat([torch.ones(4, 5, dtype=torch.int64), mask.long()], 1),
+            "response_mask": mask,
+            **columns,
+        },
+        non_tensors={"uid": ["a", "a", "b", "b"]},
+        meta_info={"learning_rate": 1e-3, "fresh_weights": False},
+    )
+
+
+def ready(config: Config) -> Worker:
+    worker = Worker(config)
+    worker.setup()
+    return worker
+
+
+def train(worker: Worker, steps: int) -> list[dict[str, list[Any]]]:
+    data = batch()
+    denominators = count_denominators(data.batch["response_mask"], 6.0)
+    return [
+        {
+            name: metric.to_list()
+            for name, metric in {
+                **worker.update_critic(data, denominators),
+                **worker.update_actor(data, denominators),
+            }.items()
+        }
+        for _ in range(steps)
+    ]
+
+
+def everything(worker: Worker) -> dict[str, torch.Tensor]:
+    """Masters, computing parameters and optimizer state of both roles."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weights, optimizer in worker._trained():
+        found |= {f"{name}/master/{key}": value.detach().clone() for key, value in weights.masters.items()}
+        found |= {f"{name}/{key}": value.clone() for key, value in optimizer.state().items()}
+    for role in (worker._actor.policy, worker._critic.model if worker._critic else None):
+        if role is not None:
+            found |= {f"{type(role).__name__}/{key}": value.clone() for key, value in role.state_dict().items()}
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_law_4_a_checkpoint_brings_everything_back_bit_for_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = config_of(tiny_model_dir)
+    one = ready(config)
+    train(one, 2)
+    one.save(str(tmp_path))
+    saved = everything(one)
+    assert any("exp_avg_sq" in name for name in saved)
+    other = ready(config)
+    assert not same(saved, everything(other))
+    other.load(str(tmp_path))
+    assert same(saved, everything(other))
+    assert train(one, 2) == train(other, 2)
+    assert same(everything(one), everything(other))
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} <= {".safetensors", ".json", ".jinja"}
+
+
+@pytest.mark.parametrize(
+    "difference", [{"hidden_size": 32}, {"layers": 1}, {"tie_embeddings": False}], ids=["width", "layers", "untied"]
+)
+def test_another_models_checkpoint_is_refused(tmp_path: Path, tiny_model_dir: Path, difference: dict[str, Any]) -> None:
+    one = ready(config_of(tiny_model_dir))
+    train(one, 1)
+    one.save(str(tmp_path / "checkpoint"))
+    other = ready(config_of(build_tiny(tmp_path / "other", **difference)))
+    before = everything(other)
+    with pytest.raises(CheckpointError, match="the checkpoint's actor is another model"):
+        other.load(str(tmp_path / "checkpoint"))
+    assert same(before, everything(other))
+
+
+def test_roles_that_the_algorithm_needs_and_no_others(tiny_model_dir: Path) -> None:
+    grpo = ready(config_of(tiny_model_dir, algorithm={"adv_estimator": "grpo"}))
+    assert grpo._critic is None and grpo._reference is None
+    ppo = ready(config_of(tiny_model_dir, algorithm={"adv_estimator": "gae", "use_kl_in_reward": True}))
+    assert ppo._critic is not None and ppo._reference is not None
+    assert {p.dtype for n, p in ppo._critic.model.named_parameters() if not n.startswith("value_head")} == {
+        torch.bfloat16
+    }
+    assert ppo._critic.model.value_head.weight.dtype == torch.float32
+    assert not any(p.requires_grad for p in ppo._reference._policy.parameters())
+
+
+def test_a_fresh_reference_is_the_actor(tiny_model_dir: Path) -> None:
+    """KL starts at exactly 0, in bf16 too: same cast weights, same temperature."""
+    worker = ready(
+        config_of(
+            tiny_model_dir,
+            algorithm={"adv_estimator": "gae", "use_kl_in_reward": True},
+            rollout={"n": 2, "temperature": 0.6},
+        )
+    )
+    data = batch()
+    actor = worker.actor_log_probs(data).batch["old_log_probs"]
+    assert torch.equal(actor, worker.reference_log_probs(data).batch["ref_log_probs"])
+    train(worker, 1)
+    assert not torch.equal(actor, worker.actor_log_probs(data).batch["old_log_probs"])
+    assert torch.equal(actor, worker.reference_log_probs(data).batch["ref_log_probs"])  # frozen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradient_checkpointing_changes_no_bit(tiny_model_dir: Path, checkpointing: bool) -> None:
+    plain = ready(config_of(tiny_model_dir))
+    other = ready(config_of(tiny_model_dir, model={"enable_gradient_checkpointing": checkpointing}))
+    assert train(plain, 2) == train(other, 2)
+    assert same(everything(plain), everything(other))
+
+
+def test_limits_of_a_role(tiny_model_dir: Path) -> None:
+    config = config_of(tiny_model_dir, actor={"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 2})
+    assert limits_of(config.actor_batch(1), config) == Limits(2, None, True)
+    config = config_of(tiny_model_dir, actor={"ppo_mini_batch_size": 2, "prefix_sharing": "off"})
+    assert limits_of(config.actor_batch(1), config) == Limits(None, 16384, False)
+    config = config_of(tiny_model_dir, rollout={"n": 1})
+    assert limits_of(config.actor_batch(1), config).share_prompts is False  # auto: nothing to share
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu(tiny_model_dir: Path) -> None:
+    config = config_of(tiny_model_dir, trainer={"device": "cuda", "n_gpus_per_node": 1})
+    with pytest.raises(ConfigError, match="this machine has none") as caught:
+        choose_device(config)
+    assert caught.value.fix == "set trainer.device=cpu"
+    assert choose_device(config_of(tiny_model_dir, trainer={"device": "auto"})) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_b152_more_threads_than_cores_are_refused_at_once(tiny_model_dir: Path, backend: str) -> None:
+    """Before anything is started: a local Ray would believe whatever number of CPUs it is told."""
+    wanted = available_cores() + 62
+    config = config_of(tiny_model_dir, cluster={"backend": backend, "threads": wanted})
+    with (
+        pytest.raises(ClusterError, match="cluster.threads is more than the cores") as caught,
+        start_workers(config, print),
+    ):
+        pass
+    assert caught.value.value == f"wanted {wanted} CPU, available {available_cores()}"
+
+
+def test_several_ranks_are_refused(tiny_model_dir: Path) -> None:
+    config = config_of(tiny_model_dir, trainer={"device": "cpu", "nnodes": 2})
+    with pytest.raises(ClusterError, match="more than one training process"), start_workers(config, print):
+        pass
+
+
+def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_threads(config_of(tiny_model_dir, cluster={"threads": None})) == available_cores()
+    assert worker_threads(config_of(tiny_model_dir, cluster={"threads": 1})) == 1
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    environment = worker_environment(3)
+    assert {environment[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
+    assert environment["MKL_CBWR"] == "AUTO,STRICT"  # without it rows of a float32 matmul depend on their number

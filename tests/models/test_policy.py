@@ -1,0 +1,390 @@
+"""Packed log-probs, entropies, values and gradients are those of transformers' own padded forward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from toy_models import FAMILIES, config_of, markov_policy, random_lm, random_policy, same_numbers, successor_logits
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from verl.errors import ModelError
+from verl.models.attention import ATTENTION_NAME
+from verl.models.packed import PackedBatch, PackedContext, pack_rows
+from verl.models.policy import PolicyModel, ValueModel
+
+PROMPTS = [[3, 4, 5], [3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [1]]
+RESPONSES = [[5, 6, 7, 8], [1], [2, 3, 4, 5, 6, 7], [30, 2, 30]]
+GROUPS = [0, 0, 1, 2]
+WIDTH = 6
+
+
+def pack(share: bool) -> PackedBatch:
+    return pack_rows(PROMPTS, RESPONSES, WIDTH, GROUPS if share else None)
+
+
+def padded_inputs(extra: int = 0) -> tuple[dict[str, Tensor], int]:
+    """Prompts left padded, responses right padded; the prompt width."""
+    width = max(map(len, PROMPTS)) + extra
+    ids, mask = torch.full((4, width + WIDTH), 17), torch.zeros(4, width + WIDTH, dtype=torch.int64)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        place = slice(width - len(prompt), width + len(response))
+        ids[row, place], mask[row, place] = torch.tensor(prompt + response), 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}, width
+
+
+def padded_log_probs(model: PreTrainedModel, temperature: float, extra: int = 0) -> tuple[Tensor, Tensor]:
+    """Of response tokens, row by row, from the padded forward; and the entropies there."""
+    inputs, width = padded_inputs(extra)
+    logits = model(**inputs).logits / (temperature or 1.0)
+    log_p = torch.log_softmax(logits, -1)
+    found, entropies = [], []
+    for row, response in enumerate(RESPONSES):
+        before = log_p[row, width - 1 : width - 1 + len(response)]
+        found.append(before.gather(1, torch.tensor(response)[:, None])[:, 0])
+        entropies.append(-(before.exp() * before).sum(-1))
+    return torch.cat(found), torch.cat(entropies)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> None:
+    """Norm-wise, each parameter by itself."""
+    assert ours.keys() == theirs.keys() and ours
+    for name, expected in theirs.items():
+        assert (ours[name] - expected).norm() <= within * max(float(expected.norm()), 1.0), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_is_padded(family: str, share: bool, temperature: float) -> None:
+    stock, policy = random_lm(family, attention="eager"), random_policy(family)
+    log_probs, entropy = policy(pack(share), temperature)
+    expected, expected_entropy = padded_log_probs(stock, temperature)
+    assert log_probs.std() > 0.5  # the model has something to say
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-6)
+    weights = torch.linspace(-1, 2, log_probs.numel())
+    same_gradients(
+        gradients(policy.model, (log_probs * weights + entropy * 0.3).sum()),
+        gradients(stock, (expected * weights + expected_entropy * 0.3).sum()),
+        1e-5,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("extra", [1, 7, 64])
+def test_left_padding_is_nothing(family: str, extra: int) -> None:
+    """B046: for learned positions as well."""
+    with torch.no_grad():
+        ours = random_policy(family)(pack(False), 1.0)[0]
+        theirs = padded_log_probs(random_lm(family, attention="eager"), 1.0, extra)[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-6)
+
+
+# transformers computes RMS norms in float32 even for a float64 model; gpt2's layer norm follows the model
+FLOAT64_WITHIN = {"gpt2": 1e-10, "llama": 1e-6, "qwen2": 1e-6}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64(family: str) -> None:
+    """Sharing or not, the same gradient to 1e-10 (split law)."""
+    policy = random_policy(family, torch.float64)
+    assert policy.rows.multiple >= 8
+    whole = policy(pack(False), 0.7)
+    shared = policy(pack(True), 0.7)
+    assert whole[0].dtype == torch.float64
+    for a, b in zip(whole, shared, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12 if family == "gpt2" else 1e-6, rtol=0)
+    same_gradients(
+        gradients(policy, (whole[0] + whole[1] ** 2).sum()),
+        gradients(policy, (shared[0] + shared[1] ** 2).sum()),
+        FLOAT64_WITHIN[family],
+    )
+    expected = padded_log_probs(random_lm(family, attention="eager"), 0.7)[0]
+    torch.testing.assert_close(whole[0].float(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_gradients_add_up_over_any_split(share: bool) -> None:
+    policy = random_policy("gpt2", torch.float64)
+    together = gradients(policy, policy(pack(share), 1.0)[0].sum())
+    policy.zero_grad()
+    for rows in ([0], [3, 1], [2]):
+        part = pack_rows(
+            [PROMPTS[i] for i in rows],
+            [RESPONSES[i] for i in rows],
+            WIDTH,
+            [GROUPS[i] for i in rows] if share else None,
+        )
+        policy(part, 1.0)[0].sum().backward()
+    apart = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    same_gradients(together, apart, 1e-10)
+
+
+# --- which hidden state predicts which token ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_token_before_predicts(share: bool) -> None:
+    """B044: prompt 3 4, response 5 6 7, and a model that gives 0.9 to the successor."""
+    policy = markov_policy(successor_logits(16, 0.9))
+    packed = pack_rows([[3, 4]], [[5, 6, 7]], 5, [0] if share else None)
+    log_probs, entropy = policy(packed, 1.0)
+    assert log_probs.tolist() == pytest.approx([math.log(0.9)] * 3, abs=1e-5)
+    assert packed.scatter(log_probs).shape == (1, 5)
+    p = [0.9] + [0.1 / 15] * 15
+    assert entropy.tolist() == pytest.approx([-sum(x * math.log(x) for x in p)] * 3, abs=1e-5)
+    wrong = policy(pack_rows([[3, 4]], [[6, 7, 8]], 3), 1.0)[0]
+    assert wrong.tolist() == pytest.approx([math.log(0.1 / 15), math.log(0.9), math.log(0.9)], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("share", [False, True])
+def test_values_are_read_before_their_token(family: str, share: bool) -> None:
+    model = ValueModel(random_lm(family))
+    assert model(pack(share)).tolist() == [0.0] * 14  # a fresh critic
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        model.value_head.weight.copy_(torch.randn(1, 32, generator=generator))
+        model.value_head.bias.fill_(0.25)
+    stock = random_lm(family, attention="eager").base_model
+    values = model(pack(share))
+    inputs, width = padded_inputs()
+    states = stock(**inputs).last_hidden_state
+    expected = torch.cat(
+        [
+            states[row, width - 1 : width - 1 + len(response)] @ model.value_head.weight[0] + 0.25
+            for row, response in enumerate(RESPONSES)
+        ]
+    )
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-6)
+    same_gradients(gradients(model.backbone, (values**2).sum()), gradients(stock, (expected**2).sum()), 1e-5)
+
+
+def test_the_value_head_keeps_its_precision() -> None:
+    model = ValueModel(random_lm("llama", torch.bfloat16))
+    values = model(pack(True))
+    assert values.dtype == torch.float32
+    values.sum().backward()
+    assert model.value_head.weight.grad is not None and model.value_head.weight.grad.any()
+
+
+# --- bits ---------------------------------------------------------------------------------------------------------
+
+ROWS: dict[tuple[str, torch.dtype], PolicyModel] = {}
+
+
+def cached_policy(family: str, dtype: torch.dtype) -> PolicyModel:
+    if (family, dtype) not in ROWS:
+        ROWS[family, dtype] = random_policy(family, dtype)
+    return ROWS[family, dtype]
+
+
+@examples(max_examples=20)
+@given(
+    family=st.sampled_from(FAMILIES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 150), st.lists(st.integers(1, 60), min_size=1, max_size=4)), min_size=1, max_size=3
+    ),
+    temperature=st.sampled_from([1.0, 0.7]),
+    share=st.booleans(),
+    with_gradient=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_bits_do_not_depend_on_the_packing(
+    family: str,
+    dtype: torch.dtype,
+    sizes: list[tuple[int, list[int]]],
+    temperature: float,
+    share: bool,
+    with_gradient: bool,
+    order: Any,
+) -> None:
+    """Alone or beside others, in any order, sharing the prompt or not, with gradient or without."""
+    policy = cached_policy(family, dtype)
+    rows: list[tuple[list[int], list[int], int]] = []
+    for group, (length, lengths) in enumerate(sizes):
+        prompt = [order.randrange(40) for _ in range(length)]
+        rows += [(prompt, [order.randrange(40) for _ in range(n)], group) for n in lengths]
+    alone = {}
+    with torch.no_grad():
+        for i, (prompt, response, _) in enumerate(rows):
+            alone[i] = policy(pack_rows([prompt], [response], 60), temperature)[0]
+    places = list(range(len(rows)))
+    order.shuffle(places)
+    packed = pack_rows(
+        [rows[i][0] for i in places],
+        [rows[i][1] for i in places],
+        60,
+        [rows[i][2] for i in places] if share else None,
+    )
+    with torch.set_grad_enabled(with_gradient):
+        together = policy(packed, temperature)[0].detach()
+    same_numbers(together, torch.cat([alone[i] for i in places]), policy.rows.proven)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_bits_repeat(dtype: torch.dtype) -> None:
+    """Exact resume rests on it."""
+    first, second = (
+        gradients(policy, policy(pack(True), 0.7)[0].sum()) for policy in (random_policy("llama", dtype) for _ in "ab")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- what models ask for ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_sliding_window_is_honoured(share: bool, window: int) -> None:
+    stock = random_lm("mistral", attention="eager", sliding_window=window)
+    log_probs = random_policy("mistral", sliding_window=window)(pack(share), 1.0)[0]
+    expected = padded_log_probs(stock, 1.0)[0]
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-6)
+    if window < 8:
+        wide = random_policy("mistral", sliding_window=None)(pack(share), 1.0)[0]
+        assert (wide - log_probs).abs().max() > 1e-2
+
+
+def test_the_window_of_some_layers_only() -> None:
+    changes = {
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    log_probs = random_policy("qwen2", **changes)(pack(True), 1.0)[0]
+    expected = padded_log_probs(random_lm("qwen2", attention="eager", **changes), 1.0)[0]
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-6)
+
+
+def other_family(kind: str, **changes: Any) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    config = AutoConfig.for_model(kind, **sizes | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("gemma2", {}, "final_logit_softcapping"),
+        ("gemma2", {"final_logit_softcapping": None}, "softcap"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+        ("cohere", {}, "logit_scale"),
+        ("granite", {"logits_scaling": 4.0}, "logits_scaling"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "0 of its 2 layers"),
+        ("mamba", {}, "layers only"),
+        ("stablelm", {}, "without an attention context"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(kind: str, changes: dict[str, Any], named: str) -> None:
+    model = other_family(kind, **changes)
+    with pytest.raises(ModelError, match=type(model).__name__) as caught:
+        PolicyModel(model)(pack(False), 1.0)
+    assert named in str(caught.value)
+
+
+def test_a_critic_is_refused_as_well() -> None:
+    with pytest.raises(ModelError, match="BloomModel"):
+        ValueModel(other_family("bloom", n_layer=2, n_head=4))(pack(False))
+
+
+def test_layers_that_mix_tokens_in_another_way_are_refused() -> None:
+    """State space and convolution layers beside the attention do."""
+    model = random_lm("llama")
+    mlp = model.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x) + x.cumsum(1)
+    with pytest.raises(ModelError, match="LlamaForCausalLM lets tokens of one row of a pack reach another row"):
+        PolicyModel(model)(pack(False), 1.0)
+
+
+def test_a_head_that_changes_its_logits_is_refused() -> None:
+    model = random_lm("llama")
+    plain = model.forward
+    model.forward = lambda *args, **kwargs: _tripled(plain(*args, **kwargs))  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match="changes its logits"):
+        PolicyModel(model)(pack(False), 1.0)
+
+
+def _tripled(out: Any) -> Any:
+    out.logits = out.logits * 3
+    return out
+
+
+def test_a_model_without_vocabulary_is_refused() -> None:
+    with pytest.raises(ModelError, match="no vocabulary projection"):
+        PolicyModel(random_lm("llama").base_model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        random_lm("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+        random_lm("llama", attention_dropout=0.5),
+        other_family("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, attention_dropout=0.5),
+    ],
+    ids=["gpt2", "llama", "opt"],
+)
+def test_dropout_is_off_in_training_too(model: PreTrainedModel) -> None:
+    policy = PolicyModel(model)
+    with torch.no_grad():
+        sampled = policy.eval()(pack(True), 1.0)[0]
+        assert torch.equal(policy.train()(pack(True), 1.0)[0], sampled)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_changes_nothing(family: str) -> None:
+    policy = random_policy(family)
+    plain = policy(pack(True), 1.0)[0]
+    expected = gradients(policy, plain.sum())
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.train()
+    again = policy(pack(True), 1.0)[0]
+    assert torch.equal(again, plain)
+    same_gradients(gradients(policy, again.sum()), expected, 1e-6)
+
+
+def test_logits_are_those_of_the_forward() -> None:
+    policy = random_policy("llama")
+    packed = pack(False).filled(policy.rows.multiple)
+    with torch.no_grad():
+        hidden = policy.hidden_states(packed.input_ids, packed.position_ids, PackedContext(packed))
+        logits = policy.logits(hidden.index_select(0, packed.response_index), 0.7)
+        log_probs = logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
+        same_numbers(log_probs, policy(packed, 0.7)[0], policy.rows.proven)
+
+
+def test_attention_scale_of_the_config_is_used() -> None:
+    """GPT-2 may leave out the 1/sqrt(D), or divide by the layer's number as well."""
+    for changes in ({"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}):
+        log_probs = random_policy("gpt2", **changes)(pack(True), 1.0)[0]
+        expected = padded_log_probs(random_lm("gpt2", attention="eager", **changes), 1.0)[0]
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-6)
+    assert config_of("gpt2").scale_attn_weights

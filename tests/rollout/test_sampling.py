@@ -1,0 +1,191 @@
+"""One token for each row, from its logits and its uniform number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verl.rollout.protocol import SamplingParams
+from verl.rollout.sampling import SampledTokens, sample, truncate
+
+LAST = 1 - 2**-24  # the largest uniform number that is drawn
+
+
+def draw(
+    logits: Tensor, uniform: float | Tensor, *, greedy: bool = False, top_p: float = 1.0, top_k: int = -1
+) -> SampledTokens:
+    n = logits.shape[0]
+    return sample(
+        logits,
+        torch.as_tensor(uniform, dtype=torch.float32).expand(n),
+        torch.full((n,), greedy),
+        torch.full((n,), top_p),
+        torch.full((n,), top_k),
+    )
+
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.0]])  # probabilities .665241, .244728, .090031
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.6652, 0), (0.6653, 1), (0.9099, 1), (0.9100, 2), (LAST, 2)]
+)
+def test_inverse_cdf(uniform: float, token: int) -> None:
+    drawn = draw(LOGITS, uniform)
+    assert drawn.tokens.tolist() == [token]
+    assert drawn.log_probs.item() == pytest.approx([-0.407606, -1.407606, -2.407606][token], abs=1e-6)
+    assert drawn.kept_log_mass.tolist() == [0.0]
+
+
+def test_kept_mass_of_top_p() -> None:
+    """B042: two of three tokens, S = 0.909969, and the log-prob stays that of the whole vocabulary."""
+    drawn = draw(LOGITS, LAST, top_p=0.9)
+    assert drawn.tokens.tolist() == [1]
+    assert drawn.log_probs.item() == pytest.approx(-1.407606, abs=1e-6)
+    assert drawn.kept_log_mass.item() == pytest.approx(math.log(0.909969), abs=1e-6)
+    assert drawn.kept_log_mass.item() == pytest.approx(-0.094344, abs=1e-6)
+
+
+@pytest.mark.parametrize("uniform", [0.0, LAST])
+def test_tokens_without_mass_are_never_drawn(uniform: float) -> None:
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf], [0.0, -500.0, -math.inf, -500.0, -math.inf]])
+    drawn = draw(logits, uniform)
+    assert drawn.tokens.tolist() == ([1, 0] if uniform == 0.0 else [3, 0])
+    assert drawn.log_probs.isfinite().all()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, LAST])
+@pytest.mark.parametrize("size", [2, 263, 50257])
+def test_edges_stay_in_the_vocabulary(uniform: float, size: int) -> None:
+    drawn = draw(torch.zeros(3, size), uniform)
+    assert drawn.tokens.tolist() == [min(int(uniform * size), size - 1)] * 3
+
+
+def test_greedy_is_argmax_and_takes_no_notice_of_the_draw() -> None:
+    logits = torch.randn(50, 33)
+    for uniform in (0.0, LAST):
+        drawn = draw(logits, uniform, greedy=True, top_p=0.5)
+        assert torch.equal(drawn.tokens, logits.argmax(-1))
+        torch.testing.assert_close(drawn.log_probs, logits.log_softmax(-1).amax(-1))
+        assert not drawn.kept_log_mass.any()
+
+
+def test_tiny_temperature_is_finite() -> None:
+    """B043."""
+    drawn = draw(LOGITS / 1e-6, torch.tensor([0.999]))
+    assert drawn.tokens.tolist() == [0] and drawn.log_probs.tolist() == [0.0]
+
+
+def test_frequencies() -> None:
+    """Chi-square over 20,000 draws, with and without truncation."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(1, 30, generator=generator) * 1.5
+    uniform = torch.rand(20_000, generator=generator)
+    for top_k, top_p in ((-1, 1.0), (5, 1.0), (-1, 0.7)):
+        drawn = draw(logits.expand(20_000, -1), uniform, top_k=top_k, top_p=top_p)
+        p = logits[0].double().softmax(0)
+        kept = kept_set(p.tolist(), top_p, top_k)
+        counts = torch.bincount(drawn.tokens, minlength=30).double()
+        assert set(counts.nonzero()[:, 0].tolist()) <= kept
+        wanted = torch.tensor([p[i] if i in kept else 0.0 for i in range(30)]) * 20_000
+        wanted = wanted / sum(p[i] for i in kept)
+        there = wanted > 0
+        chi = ((counts - wanted)[there] ** 2 / wanted[there]).sum()
+        freedom = int(there.sum()) - 1
+        assert chi < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def kept_set(probs: list[float], top_p: float, top_k: int) -> set[int]:
+    """In plain Python: the top_k likeliest, of these the smallest set that reaches top_p of their mass."""
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    order = order[: top_k if top_k > 0 else None]
+    total, reached, kept = sum(probs[i] for i in order), 0.0, set()
+    for i in order:
+        if reached / total >= top_p:
+            break
+        kept.add(i)
+        reached += probs[i]
+    return kept
+
+
+@examples(max_examples=60)
+@given(
+    st.lists(st.integers(1, 60), min_size=2, max_size=12),
+    st.sampled_from([0.05, 0.3, 0.61, 0.9, 0.999, 1.0]),
+    st.integers(-1, 13),
+)
+def test_kept_sets(weights: list[int], top_p: float, top_k: int) -> None:
+    probs = torch.tensor([weights], dtype=torch.float64)
+    probs = probs / probs.sum()
+    kept, log_mass = truncate(probs.float(), torch.tensor([top_p]), torch.tensor([top_k]))
+    expected = kept_set(probs[0].tolist(), top_p, top_k)
+    found = set(kept[0].nonzero()[:, 0].tolist())
+    if found != expected:  # top-p lies on a border, to float32's precision
+        assert len(found ^ expected) == 1
+        border = kept_set(probs[0].tolist(), top_p - 1e-6, top_k), kept_set(probs[0].tolist(), top_p + 1e-6, top_k)
+        assert border[0] != border[1] and found in border
+    assert torch.equal(kept[0][list(found)], probs[0].float()[list(found)])
+    assert log_mass.exp().item() == pytest.approx(sum(probs[0][i].item() for i in found), abs=1e-6)
+
+
+def test_top_k_keeps_its_tokens_however_unlikely() -> None:
+    probs = torch.tensor([[0.999999, 1e-10, 1e-11, 1e-12]])
+    kept, _ = truncate(probs, torch.tensor([1.0]), torch.tensor([3]))
+    assert (kept > 0).tolist() == [[True, True, True, False]]
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 100, 1000])
+def test_top_k_is_off(top_k: int) -> None:
+    """B089: no sentinel makes it greedy, and the whole vocabulary cuts nothing."""
+    drawn = draw(torch.zeros(50, 100), torch.rand(50, generator=torch.Generator().manual_seed(0)), top_k=top_k)
+    assert len(set(drawn.tokens.tolist())) > 25
+    assert not drawn.kept_log_mass.any()
+
+
+def test_what_parameters_mean() -> None:
+    """B089, B090."""
+    assert SamplingParams(8, temperature=0.0).greedy and SamplingParams(8, top_k=1).greedy
+    for top_k in (-1, 0, None, 50):
+        assert not SamplingParams(8, top_k=top_k).greedy
+        assert SamplingParams(8, top_k=top_k).truncated == (top_k == 50)
+    assert SamplingParams(8, top_p=0.9).truncated
+    assert not SamplingParams(8, temperature=0.0, top_p=0.9).truncated
+
+
+def test_rows_of_all_kinds_side_by_side() -> None:
+    """A row's outcome is that of the row alone: tokens, log-probs and mass, to the bit."""
+    generator = torch.Generator().manual_seed(4)
+    for size in (37, 50257):
+        n = 24
+        logits = torch.randn(n, size, generator=generator) * 3
+        uniform = torch.rand(n, generator=generator)
+        greedy = torch.arange(n) % 3 == 0
+        top_p = torch.tensor([1.0, 0.9, 0.4, 1.0])[torch.arange(n) % 4]
+        top_k = torch.tensor([-1, 7, 0, 30, 1])[torch.arange(n) % 5]
+        together = sample(logits, uniform, greedy, top_p, top_k)
+        for i in range(n):
+            row = slice(i, i + 1)
+            alone = sample(logits[row].clone(), uniform[row], greedy[row], top_p[row], top_k[row])
+            for name in ("tokens", "log_probs", "kept_log_mass"):
+                assert torch.equal(getattr(alone, name), getattr(together, name)[row]), (size, i, name)
+
+
+def test_logits_that_are_not_finite_show_in_the_log_prob() -> None:
+    drawn = draw(torch.tensor([[math.nan] * 4, [0.0, math.nan, 0.0, 0.0], [0.0] * 4]), 0.9)
+    assert drawn.log_probs.isnan().tolist() == [True, True, False]
+    assert drawn.tokens[2] == 3 and (drawn.tokens < 4).all()
+
+
+def test_inputs_are_left_alone() -> None:
+    logits = torch.randn(4, 9)
+    before = logits.clone()
+    first, second = (draw(logits, 0.4, top_p=0.8, top_k=4) for _ in "ab")
+    assert torch.equal(logits, before) and torch.equal(first.log_probs, second.log_probs)
+    assert np.array_equal(first.tokens.numpy(), second.tokens.numpy())

@@ -1,0 +1,161 @@
+"""Requests of a batch of prompts, the padded batch of their results, and validation's figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from stage_cases import tiny_config
+
+from verl.config import SamplingPlan
+from verl.data.loader import PromptDataset, iterate_once
+from verl.models.loading import load_tokenizer
+from verl.protocol import DataProto
+from verl.rollout.protocol import Request, Result
+from verl.rollout.seeds import slot_seed
+from verl.trainer.evaluation import evaluate, validation_metrics
+from verl.trainer.sampling import WIDTH_BUCKET, Sampler
+
+
+@pytest.fixture
+def sampler(tmp_path: Path, tiny_model_dir: Path) -> Sampler:
+    settings = {"rollout": {"stop": ["##", "!"], "stop_token_ids": [7]}, "data": {"max_response_length": 12}}
+    config = tiny_config(tmp_path, tiny_model_dir, settings)
+    return Sampler(config.training_sampling, config, load_tokenizer(tiny_model_dir))
+
+
+def prompts(*texts: str) -> DataProto:
+    return DataProto.from_dict(
+        non_tensors={
+            "uid": [f"train:{i}:tiny:{i}" for i in range(len(texts))],
+            "prompt_ids": [list(text.encode()) for text in texts],
+        }
+    )
+
+
+def result(request: Request, text: str, finish: str = "stop") -> Result:
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    count = len(ids)
+    log_probs = -np.arange(1, count + 1, dtype=np.float32)
+    return Result(request.slot, ids, log_probs, np.ones(count, bool), np.zeros(count, np.int32), finish)  # type: ignore[arg-type]
+
+
+def test_b085_requests_stand_by_prompt_and_have_seeds_of_their_own(sampler: Sampler) -> None:
+    requests = sampler.requests(prompts("ab", "xyz"))
+    assert [(r.slot.uid, r.slot.index) for r in requests] == [
+        (f"train:{p}:tiny:{p}", i) for p in range(2) for i in range(3)
+    ]
+    assert [r.prompt_ids for r in requests] == [[97, 98]] * 3 + [[120, 121, 122]] * 3
+    assert len({r.sampling.seed for r in requests}) == 6
+    assert requests[4].sampling.seed == slot_seed(1, "train:1:tiny:1", 1)
+    first = requests[0].sampling
+    assert (first.max_new_tokens, first.stop, first.stop_token_ids) == (12, ("##", "!"), (7,))
+
+
+def test_assemble_pads_left_and_right_and_keeps_rows_together(sampler: Sampler) -> None:
+    drawn = prompts("ab", "xyz")
+    requests = sampler.requests(drawn)
+    texts = ["one", "", "three", "4444", "fi", "sixsixsix"]
+    batch = sampler.assemble(drawn, [result(r, t) for r, t in zip(requests, texts, strict=True)])
+    width, response_width = batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1]
+    assert (width, response_width) == (WIDTH_BUCKET, 2 * WIDTH_BUCKET)
+    for row, text in enumerate(texts):
+        prompt = [97, 98] if row < 3 else [120, 121, 122]
+        attention = batch.batch["attention_mask"][row]
+        assert batch.batch["prompts"][row, width - len(prompt) :].tolist() == prompt
+        assert batch.batch["responses"][row, : len(text)].tolist() == list(text.encode())
+        assert attention.tolist() == (
+            [0] * (width - len(prompt)) + [1] * (len(prompt) + len(text)) + [0] * (response_width - len(text))
+        )
+        assert batch.batch["response_mask"][row].tolist() == [True] * len(text) + [False] * (response_width - len(text))
+        assert batch.batch["rollout_log_probs"][row, : len(text)].tolist() == [-(t + 1) for t in range(len(text))]
+        positions = batch.batch["position_ids"][row][attention.bool()]
+        assert positions.tolist() == list(range(len(prompt) + len(text)))
+    assert torch.equal(batch.batch["input_ids"], torch.cat([batch.batch["prompts"], batch.batch["responses"]], 1))
+    assert batch.non_tensor_batch["index"].tolist() == [0, 1, 2] * 2
+    assert batch.non_tensor_batch["response_text"].tolist() == texts
+    assert batch.batch["rollout_log_probs"].dtype == torch.float32  # B047: never bf16
+
+
+def test_the_text_for_the_reward_ends_before_the_stop_string(sampler: Sampler) -> None:
+    drawn = prompts("a")
+    requests = sampler.requests(drawn)
+    results = [
+        result(requests[0], "yes!no##"),
+        result(requests[1], "cut ## here", "length"),
+        result(requests[2], "plain"),
+    ]
+    batch = sampler.assemble(drawn, results)
+    assert batch.non_tensor_batch["response_text"].tolist() == ["yes", "cut ## here", "plain"]
+    assert batch.batch["response_mask"].sum(1).tolist() == [8, 11, 5]  # the tokens stay, all of them
+
+
+class Recorded:
+    """Engine and scorer: a response of as many tokens as the number in the prompt, 1 point where it is 0."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+
+    def generate(self, requests: list[Request]) -> list[Result]:
+        self.asked += requests
+        return [result(request, "x") for request in requests]
+
+    def score(self, batch: DataProto) -> DataProto:
+        points = [float(source_row == 0) for source_row in batch.non_tensor_batch["row_index"]]
+        return DataProto.from_dict(
+            {
+                "token_level_scores": torch.zeros(batch.batch["responses"].shape),
+                "scored": torch.ones(len(batch)).bool(),
+            },
+            {"score": points},
+        )
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 4, 5, 9])
+def test_b071_every_validation_row_counts_once(tmp_path: Path, tiny_model_dir: Path, batch_size: int | None) -> None:
+    """Five rows, scores [1, 0, 0, 0, 0]: 0.2, whatever the batches."""
+    config = tiny_config(tmp_path, tiny_model_dir)
+    tokenizer = load_tokenizer(tiny_model_dir)
+    dataset = PromptDataset.load(config.data.train_files, config.data, tokenizer, 5)
+    both = Recorded()
+    roles = type("R", (), {"rollout": both, "scorer": both})
+    greedy = Sampler(config.validation_sampling, config, tokenizer)
+    metrics, batches = evaluate(dataset, batch_size, roles, greedy, 7)  # type: ignore[arg-type]
+    assert metrics == {"val-core/tiny/reward/mean@1": 0.2}
+    assert sum(map(len, batches)) == len(both.asked) == len({request.slot for request in both.asked}) == 5
+    assert {request.slot.uid.split(":")[1] for request in both.asked} == {"7"}
+    assert all(request.sampling.temperature == 0.0 for request in both.asked)
+
+
+def test_b086_validation_has_its_own_number_of_responses(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Training n=3, validation n=2: the mean over all, the best per prompt; no accuracy where there is none."""
+    config = tiny_config(tmp_path, tiny_model_dir, {"rollout": {"val_kwargs": {"n": 2, "temperature": 0.5}}})
+    plan = config.validation_sampling
+    assert plan == SamplingPlan(0.5, 1.0, -1, 2)
+    dataset = PromptDataset.load(config.data.train_files, config.data, load_tokenizer(tiny_model_dir), 3)
+    sampler = Sampler(plan, config, load_tokenizer(tiny_model_dir))
+    (drawn,) = iterate_once(dataset, None)
+    requests = sampler.requests(drawn)
+    assert len(requests) == 6 and len(sampler.assemble(drawn, [result(r, "x") for r in requests])) == 6
+
+
+def test_validation_metrics_by_hand() -> None:
+    rows: list[tuple[str, str, float | None, float | None]] = [
+        ("math", "a", 1.0, 1.0),
+        ("math", "a", 0.0, 0.0),
+        ("math", "b", 0.5, 0.0),
+        ("math", "b", None, None),  # could not be scored: nowhere counted
+        ("code", "c", -1.0, None),
+        ("code", "c", -2.0, None),
+    ]
+    assert validation_metrics(rows, 2) == {
+        "val-core/math/reward/mean@2": 0.5,
+        "val-core/math/reward/best@2": 0.75,
+        "val-core/math/acc/mean@2": pytest.approx(1 / 3),
+        "val-core/math/acc/best@2": 0.5,
+        "val-core/code/reward/mean@2": -1.5,
+        "val-core/code/reward/best@2": -1.0,
+    }
+    assert validation_metrics([("math", "a", None, None)], 1) == {}

@@ -1,0 +1,192 @@
+"""The real command line in processes of its own: what it prints, what it leaves behind, what it leaves running."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GRPO = "examples/tiny/grpo.yaml"
+PPO = "examples/tiny/ppo.yaml"
+
+MARK = "VERL_TEST_MARK"
+
+# Not part of what a run computes: clocks, speeds, memory.
+_COSTS = re.compile(r"time|timing_s/.*|timing_per_token_ms/.*|perf/.*")
+
+
+def _prepare_child() -> None:
+    # A test run started in the background ignores Ctrl-C, and its children would inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _command(arguments: tuple[str, ...], mark: str) -> dict[str, Any]:
+    return {
+        "args": [sys.executable, "-m", "verl.cli", *arguments],
+        "cwd": ROOT,
+        "env": {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: mark},
+        "stdin": subprocess.DEVNULL,
+        "text": True,
+        "start_new_session": True,
+        "preexec_fn": _prepare_child,
+    }
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """``verl ...`` in a session of its own, so that everything that it ever started can be found."""
+
+    def __init__(self, *arguments: str, log: Path) -> None:
+        self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
+        self._mark = uuid.uuid4().hex
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(**_command(arguments, self._mark), stdout=out, stderr=err)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait(self, seconds: float) -> Done:
+        code = self.process.wait(seconds)
+        return Done(code, self._out.read_text(), self._err.read_text())
+
+    def wait_until(self, condition: Any, seconds: float = 90.0) -> None:
+        """Until ``condition()`` holds; the process must be alive till then."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            said = f"{self._out.read_text()[-2000:]}\n{self._err.read_text()[-2000:]}"
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{said}"
+            assert time.monotonic() < deadline, f"not within {seconds} s:\n{said}"
+            time.sleep(0.05)
+
+    def signal(self, number: int, whole_group: bool = False) -> None:
+        """To the process, or as a terminal's Ctrl-C does to its whole group."""
+        if whole_group:
+            os.killpg(self.pid, number)
+        else:
+            os.kill(self.pid, number)
+
+    def running(self) -> dict[int, str]:
+        """Living processes that it started, by id: of its session, or with its mark in their environment."""
+        return living(self.pid, self._mark)
+
+    def wait_for_nothing_left(self, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self.running():
+            assert time.monotonic() < deadline, f"still running after {seconds} s: {self.running()}"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """Kill whatever is left; for the clean-up of a test that failed."""
+        for pid in self.running():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def living(session: int, mark: str) -> dict[int, str]:
+    """Processes that are no zombies, of a session or with a mark in their environment: id and name."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                name, _, rest = (entry / "stat").read_text().partition(" (")[2].rpartition(") ")
+                marked = mark.encode() in (entry / "environ").read_bytes()
+            except OSError:  # it ended meanwhile, or is another user's
+                continue
+            fields = rest.split()
+            if (int(fields[3]) == session or marked) and fields[0] not in "ZX":
+                found[int(entry.name)] = name
+    return found
+
+
+@contextmanager
+def verl_started(*arguments: str, log: Path) -> Iterator[Command]:
+    command = Command(*arguments, log=log)
+    try:
+        yield command
+    finally:
+        command.end()
+
+
+def verl(*arguments: str, log: Path, seconds: float = 120.0) -> Done:
+    """Run to its end; nothing that it started may outlive it by more than a moment."""
+    with verl_started(*arguments, log=log) as command:
+        done = command.wait(seconds)
+        command.wait_for_nothing_left(10.0)
+        return done
+
+
+def train(config: str, folder: Path, *overrides: str) -> tuple[str, ...]:
+    """Arguments of a training run into ``folder``, inline on one thread unless overridden."""
+    return (
+        "train",
+        config,
+        f"trainer.default_local_dir={folder}",
+        "cluster.backend=inline",
+        "cluster.threads=1",
+        "trainer.device=cpu",
+        *overrides,
+    )
+
+
+# --- what a run leaves -------------------------------------------------------------------------------------------
+
+
+def metric_lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in metric_lines(folder)]
+
+
+def reached(folder: Path, step: int) -> Any:
+    """A condition: the run has written down this step."""
+    return lambda: step in steps(folder)[-3:]
+
+
+def computed(folder: Path) -> list[dict[str, Any]]:
+    """Every metric of every step that is a result, not a cost."""
+    return [{k: v for k, v in line.items() if not _COSTS.fullmatch(k)} for line in metric_lines(folder)]
+
+
+def checkpoint_bytes(folder: Path, step: int) -> dict[str, bytes]:
+    """Every tensor file and state of a checkpoint, by name."""
+    root = folder / "checkpoints" / f"step_{step:06d}"
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and (path.suffix == ".safetensors" or path.name == "trainer.json")
+    }
+
+
+def assert_same_run(expected: Path, found: Path, last_step: int) -> None:
+    """Every step once, every result and the last checkpoint equal to the bit."""
+    assert steps(found) == list(range(last_step + 1)) == steps(expected)
+    for one, other in zip(computed(expected), computed(found), strict=True):
+        assert one == other
+    one, other = checkpoint_bytes(expected, last_step), checkpoint_bytes(found, last_step)
+    assert "actor/model.safetensors" in one and "actor/optimizer.safetensors" in one and "trainer.json" in one
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name] != other[name]] == []
