@@ -28,13 +28,6 @@ def test_b148_an_example_is_valid(path: Path) -> None:
         loaded.config.critic_batch(1)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.relative_to(ROOT / "examples").as_posix())
-def test_the_first_lines_say_how_to_run_it(path: Path) -> None:
-    comments = [line for line in path.read_text().splitlines()[:8] if line.startswith("#")]
-    relative = path.relative_to(ROOT).as_posix()
-    assert any(relative in line or "make quickstart" in line for line in comments), comments
-
-
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_files_of_the_tiny_examples_are_there(name: str) -> None:
     config = load_config(ROOT / "examples" / "tiny" / f"{name}.yaml").config

@@ -96,9 +96,10 @@ def successor_logits(size: int, probability: float) -> Tensor:
     return logits
 
 
-def same_numbers(a: Tensor, b: Tensor, proven: bool) -> None:
+def same_numbers(a: Tensor, b: Tensor, policy: PolicyModel) -> None:
     """Equal bits where the row rule is proven on this machine, else equal within the tolerance form of the law."""
-    if proven:
+    if policy.rows.proven:
         assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} differ, at most by {(a - b).abs().max()}"
     else:
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+        narrow = next(policy.parameters()).dtype == torch.bfloat16
+        torch.testing.assert_close(a, b, atol=0.1 if narrow else 1e-4, rtol=0)

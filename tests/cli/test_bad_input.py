@@ -86,7 +86,7 @@ def test_missing_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([], ["no rows"]),
+        ([], ["zero bytes"]),
         ([ROW, {**ROW, "prompt": None}], ["line 2"]),
         ([ROW, {**ROW, "prompt": ""}], ["line 2"]),
         ([ROW, {"data_source": "tiny", "prompt": "x"}], ["line 2", "ground"]),
@@ -102,9 +102,7 @@ def test_b065_rows(tmp_path: Path, rows: list[dict[str, object]], words: list[st
 def test_reward_file_that_raises_at_import(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("import json\n\nLIMIT = json.loads('{')\n")
-    done = verl(
-        *train(GRPO, tmp_path / "run", f"reward.custom_reward_function.path={file}"), log=tmp_path / "log"
-    )
+    done = verl(*train(GRPO, tmp_path / "run", f"reward.custom_reward_function.path={file}"), log=tmp_path / "log")
     complains(done, "cannot be imported", "JSONDecodeError", "reward.py:3")
 
 
@@ -179,9 +177,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_a_reward_function_that_always_fails_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n")
-    done = verl(
-        *train(GRPO, tmp_path / "run", f"reward.custom_reward_function.path={file}"), log=tmp_path / "log"
-    )
+    done = verl(*train(GRPO, tmp_path / "run", f"reward.custom_reward_function.path={file}"), log=tmp_path / "log")
     complains(done, "The reward function failed for 32 of 32 responses", "ZeroDivisionError", "reward.py:2")
 
 

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.rules import RULES, boxed, by_source, exact_match, gsm8k, last_boxed, number, reasoning_gym, rule_named
+from verl.rewards.rules import (
+    RULES,
+    boxed,
+    by_source,
+    exact_match,
+    gsm8k,
+    last_boxed,
+    number,
+    reasoning_gym,
+    rule_named,
+)
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
 GSM8K_TEST = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"

@@ -114,7 +114,7 @@ def test_greedy_forms() -> None:
     assert ids_of(zero) == ids_of(one)
     ordered = groups(prompts, 2, lambda i: 10, 0.0)
     plain = trainer_forward(policy, ordered, [zero[r.slot] for r in ordered], 1.0)
-    same_numbers(log_probs_of(zero[r.slot] for r in ordered), plain, policy.rows.proven)
+    same_numbers(log_probs_of(zero[r.slot] for r in ordered), plain, policy)
     sampled = run_all(make_engine(policy), groups(prompts, 2, lambda i: 10, 1.0, top_k=None))
     assert ids_of(sampled) != ids_of(zero) and all(r.kept_log_mass is None for r in sampled.values())
 
@@ -264,7 +264,7 @@ def test_aborts_of_others_and_new_weights_that_are_the_same(dtype: torch.dtype) 
     for r in others:  # what an aborted one had sampled is the beginning of what it would have
         part, whole = found[r.slot], expected[Slot(r.slot.uid.removeprefix("other:"), r.slot.index)]
         assert part.response_ids.tolist() == whole.response_ids[: len(part.response_ids)].tolist()
-        same_numbers(log_probs_of([part]), log_probs_of([whole])[: len(part.response_ids)], policy.rows.proven)
+        same_numbers(log_probs_of([part]), log_probs_of([whole])[: len(part.response_ids)], policy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -301,7 +301,7 @@ def test_a_paused_response_goes_on_elsewhere(family: str, dtype: torch.dtype) ->
         assert result.versions.tolist() == [3] * before + [8] * (len(result.versions) - before)
         mass, whole = result.kept_log_mass, expected[slot].kept_log_mass
         assert mass is not None and whole is not None
-        same_numbers(torch.from_numpy(mass), torch.from_numpy(whole), policy.rows.proven)
+        same_numbers(torch.from_numpy(mass), torch.from_numpy(whole), policy)
 
 
 def test_pause_holds_everything_and_resume_goes_on() -> None:
@@ -423,7 +423,7 @@ def test_keys_and_values_are_computed_again_under_new_weights(family: str) -> No
     ordered = [results[r.slot] for r in requests]
     assert all(r.versions.tolist() == [0] * 5 + [7] * 7 for r in ordered)
     trainer = trainer_forward(new, requests, ordered, 1.0).view(4, 12)
-    same_numbers(log_probs_of(ordered).view(4, 12)[:, 5:], trainer[:, 5:], new.rows.proven)
+    same_numbers(log_probs_of(ordered).view(4, 12)[:, 5:], trainer[:, 5:], new)
 
 
 def test_published_weights_are_checked() -> None:

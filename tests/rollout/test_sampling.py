@@ -189,3 +189,15 @@ def test_inputs_are_left_alone() -> None:
     first, second = (draw(logits, 0.4, top_p=0.8, top_k=4) for _ in "ab")
     assert torch.equal(logits, before) and torch.equal(first.log_probs, second.log_probs)
     assert np.array_equal(first.tokens.numpy(), second.tokens.numpy())
+
+
+def test_a_draw_at_the_very_end_is_the_last_token_that_has_mass() -> None:
+    """Should rounding ever carry a draw up to the whole mass."""
+    logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
+    assert draw(logits, 1.0).tokens.tolist() == [1]
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.49, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1e-9, 1)])
+def test_top_p_stops_as_soon_as_it_is_reached(top_p: float, kept: int) -> None:
+    found, _ = truncate(torch.tensor([[0.25, 0.5, 0.125, 0.125]]), torch.tensor([top_p]), torch.tensor([-1]))
+    assert int((found > 0).sum()) == kept and found[0, 1] == 0.5

@@ -35,7 +35,7 @@ def write_reward(path: Path, body: str) -> Path:
 
 
 def tiny_config(folder: Path, model: str | Path, *overrides: dict[str, Any]) -> Config:
-    """Four prompts of three responses a step on the tiny model, inline; ``overrides`` are merged in, section by section."""
+    """Four prompts of three responses a step on the tiny model, inline; ``overrides`` are merged in one by one."""
     tree: dict[str, Any] = {
         "data": {
             "train_files": str(write_rows(folder / "train.jsonl")),

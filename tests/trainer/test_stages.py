@@ -160,7 +160,7 @@ def test_shuffled_mini_batches_are_a_function_of_seed_step_and_epoch(config: Con
     )
     first = drawn(run_update(config, step=5, groups=8))
     assert first == drawn(run_update(config, step=5, groups=8))
-    epochs = [sum(first[:2], []), sum(first[2:], [])]
+    epochs = [[group for mini_batch in half for group in mini_batch] for half in (first[:2], first[2:])]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
     assert epochs[0] != epochs[1] and epochs[0] != list(range(8))
     assert first != drawn(run_update(config, step=6, groups=8))

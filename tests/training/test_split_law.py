@@ -16,7 +16,7 @@ from step_cases import Policies, Shape, capture_gradients, distance, make_batch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LOSS_AGGREGATIONS, count_denominators
-from verl.algorithms.metric import merge_all, reduce_metrics
+from verl.algorithms.metric import reduce_metrics
 from verl.config import ActorConfig, CriticConfig
 from verl.protocol import DataProto
 from verl.training.actor import Actor
