@@ -134,6 +134,54 @@ def verl(*arguments: str, log: Path, seconds: float = 120.0) -> Done:
         return done
 
 
+class WarmVerl:
+    """``verl ...`` in forks of one interpreter that has imported everything: a process of its own for each command,
+    without the seconds that the imports take. For commands that end before anything is computed."""
+
+    SERVER = """
+import json, os, sys, traceback
+import verl.checkpoint.export, verl.cli, verl.rollout.offline, verl.tracking.report, verl.trainer.run, verl.cluster.worker
+
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        try:
+            code = verl.cli.main(job["arguments"])
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:
+            traceback.print_exc()
+            code = 99
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    print(json.dumps([child, os.waitstatus_to_exitcode(status)]), flush=True)
+"""
+
+    def __init__(self) -> None:
+        settings = _command((), uuid.uuid4().hex) | {"args": [sys.executable, "-c", self.SERVER]}
+        settings["stdin"] = subprocess.PIPE
+        self._server = subprocess.Popen(**settings, stdout=subprocess.PIPE)
+
+    def __call__(self, *arguments: str, log: Path) -> Done:
+        files = {"out": str(log.with_suffix(".out")), "err": str(log.with_suffix(".err"))}
+        assert self._server.stdin and self._server.stdout
+        self._server.stdin.write(json.dumps({"arguments": arguments, **files}) + "\n")
+        self._server.stdin.flush()
+        pid, code = json.loads(self._server.stdout.readline())
+        assert living(pid, "\0no mark\0") == {}
+        return Done(code, Path(files["out"]).read_text(), Path(files["err"]).read_text())
+
+    def close(self) -> None:
+        self._server.kill()
+        self._server.communicate()
+
+
 def train(config: str, folder: Path, *overrides: str) -> tuple[str, ...]:
     """Arguments of a training run into ``folder``, inline on one thread unless overridden."""
     return (

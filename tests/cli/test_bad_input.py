@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from verl_process import GRPO, Done, train, verl
+from verl_process import GRPO, Done, WarmVerl, train, verl
 
 from verl.models.loading import load_tokenizer
 from verl.models.tiny import build_tiny
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmVerl]:
+    runner = WarmVerl()
+    yield runner
+    runner.close()
 
 
 def complains(done: Done, *words: str) -> None:
@@ -67,19 +75,29 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_settings(tmp_path: Path, case: str) -> None:
+def test_settings(warm: WarmVerl, tmp_path: Path, case: str) -> None:
     overrides, words = CASES[case]
     if case == "GPU where there is none":
         import torch
 
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
-    complains(verl(*train(GRPO, tmp_path / "run", *overrides), log=tmp_path / "log"), *words)
+    complains(warm(*train(GRPO, tmp_path / "run", *overrides), log=tmp_path / "log"), *words)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_missing_configuration(tmp_path: Path) -> None:
-    done = verl("train", "examples/tiny/grop.yaml", log=tmp_path / "log")
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("actor.lerning=1", ["actor.lerning"]), ("model.path=/no/such", ["no such model"])],
+    ids=["configuration", "model"],
+)
+def test_in_an_interpreter_of_its_own(tmp_path: Path, override: str, words: list[str]) -> None:
+    """As a person runs it; the other cases share their imports."""
+    complains(verl(*train(GRPO, tmp_path / "run", override), log=tmp_path / "log"), *words)
+
+
+def test_missing_configuration(warm: WarmVerl, tmp_path: Path) -> None:
+    done = warm("train", "examples/tiny/grop.yaml", log=tmp_path / "log")
     complains(done, "examples/tiny/grop.yaml")
 
 
@@ -93,20 +111,20 @@ def test_missing_configuration(tmp_path: Path) -> None:
     ],
     ids=["empty", "null-prompt", "blank-prompt", "no-truth"],
 )
-def test_b065_rows(tmp_path: Path, rows: list[dict[str, object]], words: list[str]) -> None:
+def test_b065_rows(warm: WarmVerl, tmp_path: Path, rows: list[dict[str, object]], words: list[str]) -> None:
     file = rows_file(tmp_path / "bad.jsonl", rows)
-    done = verl(*train(GRPO, tmp_path / "run", f"data.train_files={file}"), log=tmp_path / "log")
+    done = warm(*train(GRPO, tmp_path / "run", f"data.train_files={file}"), log=tmp_path / "log")
     complains(done, "bad.jsonl", *words)
 
 
-def test_reward_file_that_raises_at_import(tmp_path: Path) -> None:
+def test_reward_file_that_raises_at_import(warm: WarmVerl, tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("import json\n\nLIMIT = json.loads('{')\n")
-    done = verl(*train(GRPO, tmp_path / "run", f"reward.custom_reward_function.path={file}"), log=tmp_path / "log")
+    done = warm(*train(GRPO, tmp_path / "run", f"reward.custom_reward_function.path={file}"), log=tmp_path / "log")
     complains(done, "cannot be imported", "JSONDecodeError", "reward.py:3")
 
 
-def test_b062_chat_rows_for_a_model_without_a_chat_template(tmp_path: Path) -> None:
+def test_b062_chat_rows_for_a_model_without_a_chat_template(warm: WarmVerl, tmp_path: Path) -> None:
     model = build_tiny(tmp_path / "model", hidden_size=32)
     for file in model.glob("chat_template*"):
         file.unlink()
@@ -117,29 +135,29 @@ def test_b062_chat_rows_for_a_model_without_a_chat_template(tmp_path: Path) -> N
     chat = {**ROW, "prompt": [{"role": "user", "content": "hello"}]}
     file = rows_file(tmp_path / "chat.jsonl", [chat] * 8)
     overrides = [f"data.train_files={file}", "data.val_files=[]", f"model.path={model}"]
-    done = verl(*train(GRPO, tmp_path / "run", *overrides), log=tmp_path / "log")
+    done = warm(*train(GRPO, tmp_path / "run", *overrides), log=tmp_path / "log")
     complains(done, "no chat template")
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(warm: WarmVerl, tmp_path: Path) -> None:
     """Below a regular file: permissions would not stop root."""
     (tmp_path / "file").write_text("x")
-    done = verl(*train(GRPO, tmp_path / "file" / "run"), log=tmp_path / "log")
+    done = warm(*train(GRPO, tmp_path / "file" / "run"), log=tmp_path / "log")
     complains(done, "the run folder cannot be written", str(tmp_path / "file" / "run"), "trainer.default_local_dir")
 
 
-def test_export_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+def test_export_of_a_run_without_a_checkpoint(warm: WarmVerl, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     target = tmp_path / "model"
-    complains(verl("export", str(run), "--to", str(target), log=tmp_path / "log"), "no complete checkpoint", str(run))
-    complains(verl("export", str(tmp_path / "no"), "--to", str(target), log=tmp_path / "log"), "no such run folder")
+    complains(warm("export", str(run), "--to", str(target), log=tmp_path / "log"), "no complete checkpoint", str(run))
+    complains(warm("export", str(tmp_path / "no"), "--to", str(target), log=tmp_path / "log"), "no such run folder")
     assert not target.exists()
 
 
-def test_generate_and_report_with_nothing_there(tmp_path: Path) -> None:
-    complains(verl("generate", str(tmp_path / "no"), "--prompt", "x", log=tmp_path / "log"), "no such model")
-    done = verl("report", str(tmp_path / "no"), log=tmp_path / "log")
+def test_generate_and_report_with_nothing_there(warm: WarmVerl, tmp_path: Path) -> None:
+    complains(warm("generate", str(tmp_path / "no"), "--prompt", "x", log=tmp_path / "log"), "no such model")
+    done = warm("report", str(tmp_path / "no"), log=tmp_path / "log")
     complains(done, str(tmp_path / "no"))
 
 
@@ -169,8 +187,8 @@ def test_a_cluster_address_where_nobody_answers(tmp_path: Path) -> None:
     complains(done, "cluster.address", "127.0.0.1:1")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    done = verl(*train(GRPO, tmp_path / "run", "model.path=/no/such/model"), "--debug", log=tmp_path / "log")
+def test_debug_shows_the_traceback(warm: WarmVerl, tmp_path: Path) -> None:
+    done = warm(*train(GRPO, tmp_path / "run", "model.path=/no/such/model"), "--debug", log=tmp_path / "log")
     assert done.code == 2 and "Traceback" in done.err and "error: no such model" in done.err
 
 
@@ -181,14 +199,14 @@ def test_a_reward_function_that_always_fails_stops_the_run(tmp_path: Path) -> No
     complains(done, "The reward function failed for 32 of 32 responses", "ZeroDivisionError", "reward.py:2")
 
 
-def test_b163_a_models_own_code_is_not_run(tmp_path: Path) -> None:
+def test_b163_a_models_own_code_is_not_run(warm: WarmVerl, tmp_path: Path) -> None:
     model = build_tiny(tmp_path / "model", hidden_size=32)
     marker = tmp_path / "executed"
     (model / "custom.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "unheard_of", "auto_map": {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}}
     (model / "config.json").write_text(json.dumps(config))
-    done = verl(*train(GRPO, tmp_path / "run", f"model.path={model}"), log=tmp_path / "log")
+    done = warm(*train(GRPO, tmp_path / "run", f"model.path={model}"), log=tmp_path / "log")
     complains(done, "model.trust_remote_code=true")
     assert not marker.exists()
 

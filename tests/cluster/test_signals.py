@@ -71,7 +71,7 @@ def test_inline(tmp_path: Path) -> None:
 
 
 def test_over_ray(tmp_path: Path) -> None:
-    """Ctrl-C in a terminal, a scheduler's SIGTERM, and a worker that the kernel kills, one after the other."""
+    """Ctrl-C in a terminal, then a scheduler's SIGTERM."""
     folder = tmp_path / "run"
     arguments = train(GRPO, folder, *ENDLESS, "cluster.backend=ray")
     with verl_started(*arguments, log=tmp_path / "interrupt") as command:
@@ -84,19 +84,6 @@ def test_over_ray(tmp_path: Path) -> None:
         done = stop(command, folder, signal.SIGTERM, beyond=start + 3)
     assert done.code == 143 and f"terminated; {HINT}" in done.err
 
-    start = assert_valid_checkpoint(folder)
-    with verl_started(*arguments, log=tmp_path / "worker") as command:
-        command.wait_until(reached(folder, start + 3))
-        (worker,) = [pid for pid, name in command.running().items() if name.startswith("ray::Worker")]
-        os.kill(worker, signal.SIGKILL)
-        done = command.wait(30)
-        command.wait_for_nothing_left(30)
-    assert done.code not in (0, 130, 143)
-    assert re.search(
-        r"^error: the worker process died during (generate|score|update_actor|publish|save|\w+)$", done.err, re.M
-    )
-    assert "go on from the last checkpoint" in done.err and "Traceback" not in done.err
-    assert_valid_checkpoint(folder)
     resumes_and_ends(folder)  # inline: the backend is no part of a run's identity
 
 
@@ -105,21 +92,29 @@ def wait_for_ray(command: Command, folder: Path) -> dict[int, str]:
     return command.running()
 
 
-def test_b154_two_runs_over_ray_at_once(tmp_path: Path) -> None:
-    overrides = ("cluster.backend=ray", "trainer.total_training_steps=3", "data.val_files=[]")
+def test_b154_b157_two_runs_at_once_and_the_worker_of_one_is_killed(tmp_path: Path) -> None:
+    """Both proceed; the kernel takes the worker of one, which says so and ends, and the other never notices."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    logs = [tmp_path / "log_a", tmp_path / "log_b"]
+    arguments = [train(GRPO, folder, *ENDLESS, "cluster.backend=ray") for folder in folders]
     with (
-        verl_started(*train(GRPO, folders[0], *overrides), log=logs[0]) as one,
-        verl_started(*train(GRPO, folders[1], *overrides), log=logs[1]) as other,
+        verl_started(*arguments[0], "trainer.total_training_steps=60", log=tmp_path / "log_a") as one,
+        verl_started(*arguments[1], log=tmp_path / "log_b") as other,
     ):
-        for command in (one, other):
-            done = command.wait(150)
-            assert done.code == 0, done.err
-        for command in (one, other):
-            command.wait_for_nothing_left(10)
-    one_line, other_line = ([line["critic/score/mean"] for line in metric_lines(folder)] for folder in folders)
-    assert one_line == other_line and len(one_line) == 3
+        one.wait_until(reached(folders[0], 3))
+        other.wait_until(reached(folders[1], 3))
+        (worker,) = [pid for pid, name in other.running().items() if name.startswith("ray::Worker")]
+        os.kill(worker, signal.SIGKILL)
+        killed = other.wait(30)
+        other.wait_for_nothing_left(30)
+        done = one.wait(120)
+        one.wait_for_nothing_left(30)
+    assert killed.code not in (0, 130, 143)
+    assert re.search(r"^error: the worker process died during [a-z_]+$", killed.err, re.MULTILINE), killed.err
+    assert "go on from the last checkpoint" in killed.err and "Traceback" not in killed.err
+    assert_valid_checkpoint(folders[1])
+    assert done.code == 0, done.err
+    both = [[line["critic/score/mean"] for line in metric_lines(folder)] for folder in folders]
+    assert len(both[0]) == 60 and both[0][: len(both[1])] == both[1][:60]
 
 
 @pytest.mark.drill
