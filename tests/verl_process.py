@@ -140,7 +140,8 @@ class WarmVerl:
 
     SERVER = """
 import json, os, sys, traceback
-import verl.checkpoint.export, verl.cli, verl.rollout.offline, verl.tracking.report, verl.trainer.run, verl.cluster.worker
+import verl.checkpoint.export, verl.cli, verl.cluster.worker
+import verl.rollout.offline, verl.tracking.report, verl.trainer.run
 
 for line in sys.stdin:
     job = json.loads(line)
@@ -211,7 +212,7 @@ def steps(folder: Path) -> list[int]:
 
 def reached(folder: Path, step: int) -> Any:
     """A condition: the run has written down this step."""
-    return lambda: step in steps(folder)[-3:]
+    return lambda: max(steps(folder), default=-1) >= step
 
 
 def computed(folder: Path) -> list[dict[str, Any]]:

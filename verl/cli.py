@@ -137,20 +137,22 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     set_environment(available_cores())
 
+    from verl.models.quiet import without_bars
     from verl.rollout.offline import generate_text
 
-    for text in generate_text(
-        arguments.model,
-        arguments.prompt,
-        raw=arguments.raw,
-        n=arguments.n,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-        dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-    ):
-        print(text)
+    with without_bars():
+        texts = generate_text(
+            arguments.model,
+            arguments.prompt,
+            raw=arguments.raw,
+            n=arguments.n,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+            dtype=arguments.dtype,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    print("\n".join(texts))
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["compute_scor", "did you mean compute_score"],
     ),
     "model path typo": (["model.path=tiny-lama"], ["tiny-lama", "did you mean tiny-llama"]),
-    "model path that is no folder": (["model.path=/no/such/model"], ["/no/such/model", "config.json"]),
+    "model path that is no folder": (["model.path=/no/such/model"], ["/no/such/model", "model.path takes an alias"]),
     "too long for the model": (["data.max_prompt_length=2040"], ["2048 positions", "2056 tokens"]),
     "no score for the data": (["reward.custom_reward_function.path=null"], ["tiny/vowels"]),
     "unknown logger": (["trainer.logger=[consol]"], ["consol", "console"]),

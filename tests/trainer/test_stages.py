@@ -87,6 +87,18 @@ def test_kl_in_the_reward_with_a_fixed_coefficient(config: Config) -> None:
     assert math.isnan(float(batch.batch["token_level_scores"][0, 2]))  # scores stay as they came
 
 
+def test_kl_in_the_reward_is_of_the_trainers_log_probs(config: Config) -> None:
+    """Recomputed old log-probs -3, reference -1: KL -2, whatever the engine said."""
+    config = with_settings(config, algorithm={"use_kl_in_reward": True})
+    roles = stub_roles(
+        policy=column("old_log_probs", [[-3.0] * 4] * 2),
+        reference=column("ref_log_probs", [[-1.0] * 4] * 2),
+        exact=False,
+    )
+    batch, _ = process(hand_batch([1.0, 0.0], [2, 1], n=2), roles, config, 0.5, StepTimer())
+    assert batch.batch["token_level_rewards"].tolist() == [[1.0, 2.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+
+
 def test_old_log_probs_are_the_engines_where_proven_and_recomputed_elsewhere(config: Config) -> None:
     other = column("old_log_probs", [[-9.0] * 4] * 2)
     for choice, exact, recomputed in [

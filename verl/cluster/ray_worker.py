@@ -109,10 +109,10 @@ def started_worker(config: Config, report: Callable[[str], None]) -> Iterator[Ra
     threads = worker_threads(config)
     reaper: subprocess.Popen[bytes] | None = None
     try:
-        with _own_sigterm():
-            session = _start_ray(config, threads)
         if config.cluster.address is None:
-            reaper = _start_reaper(session)
+            reaper = _start_reaper()
+        with _own_sigterm():
+            _start_ray(config, threads)
         _require_resources(config, threads)
         actor = (
             ray.remote(Worker)
@@ -136,10 +136,10 @@ def started_worker(config: Config, report: Callable[[str], None]) -> Iterator[Ra
                 reaper.communicate(b".", timeout=REAPER_SECONDS)
 
 
-def _start_reaper(session: str) -> subprocess.Popen[bytes]:
+def _start_reaper() -> subprocess.Popen[bytes]:
     """Watches over the local Ray: see :mod:`verl.cluster.reaper`. It ends with this process, however that ends."""
     return subprocess.Popen(
-        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), session],
+        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -162,8 +162,7 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _start_ray(config: Config, threads: int) -> str:
-    """Start or reach Ray; the folder of its session."""
+def _start_ray(config: Config, threads: int) -> None:
     address = config.cluster.address
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
     if address is None:
@@ -179,7 +178,7 @@ def _start_ray(config: Config, threads: int) -> str:
     else:
         _require_listener(address)
     try:
-        context = ray.init(address=address or "local", **options)
+        ray.init(address=address or "local", **options)
     except Exception as error:
         raise ClusterError(
             f"Ray could not be {'reached' if address else 'started'}: {error}",
@@ -192,7 +191,6 @@ def _start_ray(config: Config, threads: int) -> str:
             f"RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')}",
             "unset RAY_AUTH_MODE, or run with cluster.backend=inline",
         )
-    return str(context.address_info["session_dir"])
 
 
 def _require_listener(address: str) -> None:

@@ -2,15 +2,16 @@
 
 Most of Ray's processes die with the one that started them, but its two agents go on for a minute, trying to report the
 death to a server that is gone. This process waits for the end of its standard input, which comes when the run ends, in
-whatever way, and then kills every process that still writes into the folder of that Ray session. It is run by path and
-needs nothing but the standard library. A run that has cleaned up by itself says so with one byte before it closes the
-input; one look is then enough.
+whatever way, and then kills every process that still writes into the folder of the run's Ray session, whose name ends
+with the run's process id. It is run by path and needs nothing but the standard library. A run that has cleaned up by
+itself says so with one byte before it closes the input; one look is then enough.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -21,10 +22,11 @@ SECONDS = 15.0  # a process that was being started when the run died shows up la
 QUIET_SECONDS = 1.0
 
 
-def main(session: str) -> None:
+def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # those are for the run
         signal.signal(number, signal.SIG_IGN)
     run = os.getppid()
+    session = re.compile(rf"/session_[\d_-]+_{run}/")
     cleaned_up = bool(sys.stdin.buffer.read())
     end = time.monotonic() + SECONDS
     quiet_since = time.monotonic()
@@ -38,27 +40,25 @@ def main(session: str) -> None:
         time.sleep(0.1)
 
 
-def writers(folder: str) -> Iterator[int]:
-    """Processes that have a file in the folder open for writing; readers, such as a person's ``tail -f``, are not."""
+def writers(folder: re.Pattern[str]) -> Iterator[int]:
+    """Processes that have a file in such a folder open for writing; readers, like a person's ``tail -f``, are not."""
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and any(_written_files(entry, folder)):
+        if entry.name.isdigit() and _writes(entry, folder):
             yield int(entry.name)
 
 
-def _written_files(process: Path, folder: str) -> Iterator[str]:
+def _writes(process: Path, folder: re.Pattern[str]) -> bool:
     try:
         links = list((process / "fd").iterdir())
     except OSError:  # it ended, or is another user's
-        return
+        return False
     for link in links:
-        try:
-            target = os.readlink(link)
-            if target.startswith(folder + "/"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # closed meanwhile
+            if folder.search(os.readlink(link)):
                 flags = (process / "fdinfo" / link.name).read_text().split("flags:")[1].split()[0]
                 if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
-                    yield target
-        except (OSError, IndexError, ValueError):
-            continue
+                    return True
+    return False
 
 
 def kill(process: int) -> None:
@@ -67,4 +67,4 @@ def kill(process: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
