@@ -181,9 +181,9 @@ def test_over_ray_a_gpu_that_is_not_there_is_refused_and_not_waited_for(tmp_path
     complains(done, "wanted 1 GPU, available 0", "set trainer.device=cpu")
 
 
-def test_a_cluster_address_where_nobody_answers(tmp_path: Path) -> None:
+def test_a_cluster_address_where_nobody_answers(warm: WarmVerl, tmp_path: Path) -> None:
     overrides = ["cluster.backend=ray", "cluster.address=127.0.0.1:1"]
-    done = verl(*train(GRPO, tmp_path / "run", *overrides), log=tmp_path / "log", seconds=60)
+    done = warm(*train(GRPO, tmp_path / "run", *overrides), log=tmp_path / "log")
     complains(done, "cluster.address", "127.0.0.1:1")
 
 

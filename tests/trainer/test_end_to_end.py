@@ -31,7 +31,7 @@ STEPS = 30
 PERIOD = (f"trainer.total_training_steps={STEPS}", "trainer.save_freq=8", "trainer.test_freq=15")
 SMALL_PPO = ("data.train_batch_size=12", "actor.ppo_mini_batch_size=6")
 FIRST, LAST = 5, 5  # steps averaged at each end
-GRPO_RISE, PPO_RISE = 0.5, 0.25  # least rise of the mean reward; measured when written: 0.78 and see below
+GRPO_RISE, PPO_RISE = 0.5, 0.5  # least rise of the mean reward; measured: from 0.03 to 0.81, and from 0.03 to 0.99
 
 
 def rewards(folder: Path) -> list[float]:

@@ -148,7 +148,7 @@ def test_bf16_steps_too_small_for_bf16_are_kept() -> None:
     for _ in range(8):
         model.weight.sum().backward()
         optimizer.step(1e-3)
-        seen.append((float(weights.masters["weight"][0, 0]), float(model.weight[0, 0])))
+        seen.append((weights.masters["weight"][0, 0].item(), model.weight[0, 0].item()))
     assert seen[0] == (pytest.approx(0.999, abs=1e-6), 1.0)
     assert seen[-1][0] == pytest.approx(0.992, abs=1e-5)
     assert seen[-1][1] == float(torch.tensor(seen[-1][0]).bfloat16()) < 1.0
