@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.errors import ModelError
-from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import (
     load_causal_lm,
     load_config,
@@ -23,9 +22,8 @@ from verl.models.loading import (
     require_chat_template,
     resolve_model,
     save_hf_files,
+    stop_ids,
 )
-from verl.models.policy import PolicyModel
-from verl.rollout.embedded import end_token_ids
 
 SILENT = lambda line: None  # noqa: E731
 
@@ -296,11 +294,10 @@ def test_no_chat_template_is_one_clear_error(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"), [(None, None, [257]), (5, 257, [5, 257]), ([7, 5], [9], [5, 7, 9, 257])]
 )
-def test_end_tokens_are_those_of_all_files(model_dir: Path, generation: Any, config: Any, expected: list[int]) -> None:
+def test_stop_ids_are_those_of_all_files(model_dir: Path, generation: Any, config: Any, expected: list[int]) -> None:
     edit(model_dir / "generation_config.json", eos_token_id=generation)
     edit(model_dir / "config.json", eos_token_id=config)
-    policy = PolicyModel(load_causal_lm(model_dir, torch.float32, attn_implementation=ATTENTION_NAME))
-    assert sorted(end_token_ids(policy, load_tokenizer(model_dir))) == expected
+    assert stop_ids(model_dir, load_tokenizer(model_dir)) == expected
 
 
 # --- export -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from verl.errors import ModelError
 from verl.models import smollm
 from verl.models.gguf_conversion import convert_gguf
-from verl.models.loading import load_causal_lm, load_tokenizer, resolve_model
+from verl.models.loading import load_causal_lm, load_tokenizer, resolve_model, stop_ids
 
 # --- download ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ def test_smollm_tokenizer(smollm_dir: Path) -> None:
     ids = tokenizer("Hello  world\n\n 7 + 12?").input_ids
     assert tokenizer.convert_ids_to_tokens(ids) == ["Hello", "Ġ", "Ġworld", "ĊĊĠ", "7", "Ġ+", "Ġ", "1", "2", "?"]
     assert tokenizer.decode(ids) == "Hello  world\n\n 7 + 12?"
-    assert tokenizer.eos_token_id == 2
+    assert stop_ids(smollm_dir, tokenizer) == [2]
     assert tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     ) == (

@@ -31,6 +31,7 @@ from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer
 from verl.models.policy import PolicyModel
 from verl.models.tiny import build_tiny
+from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.parity import trainer_forward
 from verl.rollout.protocol import Request, Result, Resume, SamplingParams, Slot, generate
 from verl.rollout.seeds import slot_seed, uniforms
@@ -162,14 +163,15 @@ def test_the_end_token_is_kept() -> None:
     assert result.log_probs.tolist() == pytest.approx([math.log(0.9)] * 3, abs=1e-5)
 
 
-def test_end_tokens_come_from_everywhere() -> None:
-    for place in ("config", "generation_config"):
-        policy = markov_policy(SUCCESSOR)
-        getattr(policy.model, place).eos_token_id = [5, 9]
-        result = greedy(policy, [3], 10, PieceTokenizer(eos_token_id=14))
-        assert (result.response_ids.tolist(), result.finish_reason) == ([4, 5], "stop")
-        result = greedy(policy, [3], 10, PieceTokenizer(eos_token_id=14), ignore_eos=True)
-        assert (len(result.response_ids), result.finish_reason) == (10, "length")
+def test_end_tokens_of_the_model() -> None:
+    """Those that it is given; neither the tokenizer's own nor the loaded configuration's default."""
+    policy = markov_policy(SUCCESSOR)
+    policy.model.config.eos_token_id = 4
+    engine = EmbeddedEngine(policy, PieceTokenizer(eos_token_id=14), end_tokens=[5, 9])
+    result = generate(engine, [request("a", 0, [3], 10, 0.0)])[0]
+    assert (result.response_ids.tolist(), result.finish_reason) == ([4, 5], "stop")
+    result = generate(engine, [request("a", 0, [3], 10, 0.0, ignore_eos=True)])[0]
+    assert (len(result.response_ids), result.finish_reason) == (10, "length")
 
 
 def test_cut_at_the_limit() -> None:

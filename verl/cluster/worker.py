@@ -13,7 +13,7 @@ from verl.cluster.threads import worker_threads
 from verl.config import BatchPlan, Config
 from verl.errors import CheckpointError, ConfigError
 from verl.models.attention import ATTENTION_NAME
-from verl.models.loading import load_causal_lm, load_tokenizer, resolve_model, save_hf_files
+from verl.models.loading import load_causal_lm, load_tokenizer, resolve_model, save_hf_files, stop_ids
 from verl.models.policy import PolicyModel, ValueModel
 from verl.protocol import DataProto
 from verl.protocol.files import read_safetensors, write_safetensors
@@ -53,7 +53,11 @@ class Worker:
             config.model.tokenizer_path or config.model.path, config.model.trust_remote_code
         )
         self._engine = EmbeddedEngine(
-            policy, self._tokenizer, config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens
+            policy,
+            self._tokenizer,
+            config.rollout.max_num_seqs,
+            config.rollout.max_num_batched_tokens,
+            stop_ids(config.model.path, self._tokenizer),
         )
         self._reference = self._load_reference(dtype, device, actor_limits) if config.uses_reference else None
         self._critic = self._load_critic(dtype, device) if config.uses_critic else None

@@ -193,6 +193,17 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | Path
         )
 
 
+def stop_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Sorted ids that end a response: the EOS ids of ``generation_config.json``, ``config.json`` and the tokenizer."""
+    folder = resolve_model(path)
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            ids = _read_json(folder / name).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [ids])
+    return sorted(i for i in found if i is not None)
+
+
 def load_causal_lm(
     path: str | Path,
     dtype: torch.dtype,

@@ -38,6 +38,8 @@ class EmbeddedEngine:
         tokenizer: decodes for stop strings.
         max_num_seqs: responses that run at once.
         max_num_batched_tokens: prompt tokens of one prefill.
+        end_tokens: the model's own end tokens, as :func:`verl.models.loading.stop_ids` reads them from its files (a
+            loaded configuration fills in its family's default, which may be any other token); None: the tokenizer's.
     """
 
     capabilities = frozenset({BIT_PARITY, SHARED_WEIGHTS})
@@ -48,6 +50,7 @@ class EmbeddedEngine:
         tokenizer: PreTrainedTokenizerBase,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
+        end_tokens: Iterable[int] | None = None,
     ) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         config = policy.model.config.get_text_config()
@@ -59,7 +62,7 @@ class EmbeddedEngine:
             max_num_seqs,
             max_num_batched_tokens,
             getattr(config, "max_position_embeddings", None) or 2**31,
-            end_token_ids(policy, tokenizer),
+            [tokenizer.eos_token_id] if end_tokens is None else end_tokens,
         )
         self._cache = KVCache(
             config.num_hidden_layers,
@@ -205,12 +208,3 @@ class EmbeddedEngine:
         """Between rollouts the trainer has the memory."""
         if not self.scheduler.active and not self.scheduler.waiting:
             self._cache.free()
-
-
-def end_token_ids(policy: PolicyModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The model's own end tokens: of its generation config, its config and its tokenizer."""
-    found: set[int] = set()
-    for holder in (getattr(policy.model, "generation_config", None), policy.model.config, tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)

@@ -8,7 +8,7 @@ import torch
 
 from verl.errors import EngineError
 from verl.models.attention import ATTENTION_NAME
-from verl.models.loading import load_causal_lm, load_tokenizer, require_chat_template
+from verl.models.loading import load_causal_lm, load_tokenizer, require_chat_template, stop_ids
 from verl.models.policy import PolicyModel
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.protocol import Request, SamplingParams, Slot, generate
@@ -42,7 +42,7 @@ def generate_text(
         require_chat_template(tokenizer, model)
     lm = load_causal_lm(model, getattr(torch, dtype), trust_remote_code, attn_implementation=ATTENTION_NAME)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = EmbeddedEngine(PolicyModel(lm.to(device)), tokenizer)
+    engine = EmbeddedEngine(PolicyModel(lm.to(device)), tokenizer, end_tokens=stop_ids(model, tokenizer))
     requests = []
     for number, prompt in enumerate(prompts):
         message = [{"role": "user", "content": prompt}]
