@@ -30,7 +30,9 @@ class PieceTokenizer:
 def make_engine(
     policy: PolicyModel, max_num_seqs: int = 8, max_num_batched_tokens: int = 8192, tokenizer: Any = None
 ) -> EmbeddedEngine:
-    return EmbeddedEngine(policy, tokenizer or PieceTokenizer(), max_num_seqs, max_num_batched_tokens)
+    tokenizer = tokenizer or PieceTokenizer()
+    ends = {tokenizer.eos_token_id, policy.model.config.eos_token_id} - {None}  # toy models have no files to ask
+    return EmbeddedEngine(policy, tokenizer, max_num_seqs, max_num_batched_tokens, ends)
 
 
 def request(
