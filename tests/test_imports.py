@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ["torch", "ray", "transformers", "tensordict", "pyarrow", "numpy"]
-needs_cli = pytest.mark.skipif(importlib.util.find_spec("verl.cli") is None, reason="verl/cli.py does not exist")
+needs_cli = pytest.mark.skipif(importlib.util.find_spec("verl.cli") is None, reason="verl/cli does not exist")
 
 
 def run(code: str) -> str:

@@ -219,7 +219,7 @@ def test_the_checker_sees(file: str, source: str) -> None:
         ("verl/models/a.py", "from verl.models.b import f\nfrom . import b\nfrom .b import g\nfrom ..errors import E"),
         ("verl/models/a.py", "import array\nimport torchvision\nfrom verl import __version__"),
         ("verl/__init__.py", "from verl.protocol import DataProto"),
-        ("verl/cli.py", "from verl.trainer import loop\nfrom verl.config import load_config"),
+        ("verl/cli/train.py", "from verl.trainer import loop\nfrom verl.config import load_config"),
     ],
 )
 def test_the_checker_lets_pass(file: str, source: str) -> None:

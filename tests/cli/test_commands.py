@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from verl import __version__, cli
+from verl import __version__
+from verl.cli import entry, runs, train
 
 COMMANDS = [
     [],
@@ -26,7 +27,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: " ".join(words) or "verl")
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main([*command, "--help"])
+        entry.main([*command, "--help"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: verl") and len(said.splitlines()) > 3
@@ -43,17 +44,17 @@ def test_every_command_is_tested_here() -> None:
                     found += walk(child, [*words, name])
         return found
 
-    assert sorted(walk(cli._parser(), [])) == sorted(COMMANDS)
+    assert sorted(walk(entry._parser(), [])) == sorted(COMMANDS)
 
 
 def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == cli.EXIT_BAD_INPUT
+    assert entry.main([]) == entry.EXIT_BAD_INPUT
     assert "verl train examples/quickstart.yaml" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
+        entry.main(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"verl {__version__}\n"
 
 
@@ -74,7 +75,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
+        entry.main(arguments)
     assert stop.value.code == 2
     assert "usage: verl" in capsys.readouterr().err
 
@@ -87,7 +88,7 @@ class Interrupt(Exception):
     ("error", "code", "said"),
     [
         (KeyboardInterrupt(), 130, "interrupted; start the same command again"),
-        (cli._Terminated(), 143, "terminated; start the same command again"),
+        (entry._Terminated(), 143, "terminated; start the same command again"),
         (ValueError("odd\nsecond line"), 1, "error: ValueError: odd\n  this is a defect of VeRL or of user code"),
         (ZeroDivisionError(), 1, "error: ZeroDivisionError: \n"),
     ],
@@ -102,12 +103,12 @@ def test_exit_codes(
         raise error
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cli, "_report", fails)
+    monkeypatch.setattr(runs, "_report", fails)
     try:
-        assert cli.main(["report", "x"]) == code
+        assert entry.main(["report", "x"]) == code
         err = capsys.readouterr().err
         assert said in err and "Traceback" not in err
-        assert cli.main(["report", "x", "--debug"]) == code
+        assert entry.main(["report", "x", "--debug"]) == code
         assert ("Traceback" in capsys.readouterr().err) == (code == 1)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -118,9 +119,9 @@ def test_settings_may_stand_behind_an_option(monkeypatch: pytest.MonkeyPatch) ->
 
     seen: list[list[str]] = []
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cli, "_train", lambda arguments: seen.append(arguments.words))
+    monkeypatch.setattr(train, "_train", lambda arguments: seen.append(arguments.words))
     try:
-        assert cli.main(["train", "a.yaml", "x=1", "--debug", "y=2", "z=3"]) == 0
+        assert entry.main(["train", "a.yaml", "x=1", "--debug", "y=2", "z=3"]) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [["a.yaml", "x=1", "y=2", "z=3"]]
@@ -131,7 +132,7 @@ def test_model_get_prints_the_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert cli.main(["model", "get", str(tiny_model_dir)]) == 0
+        assert entry.main(["model", "get", str(tiny_model_dir)]) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().out.strip() == str(tiny_model_dir)
