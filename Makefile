@@ -20,7 +20,7 @@ DATA_ARGS := --task chain_sum --size 2000 --val-size 100 --seed 1 \
 TRAIN_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check test drills clean
+.PHONY: help setup quickstart check test drills docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test        lint, types, layers and all tests"
 	@echo "make check       lint, types and layers only"
 	@echo "make drills      long runs and failure drills"
+	@echo "make docs        write docs/configuration.md again, from the schema"
 	@echo "make setup       only the environment, $(VENV)"
 	@echo "make clean       remove caches and build leftovers (not $(VENV), runs/ or data/)"
 
@@ -62,6 +63,9 @@ test: check
 
 drills: $(STAMP)
 	@$(PYTEST) -m drill
+
+docs: $(STAMP)
+	@$(BIN)/verl config reference --out docs/configuration.md
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -36,6 +36,15 @@ def test_version_is_that_of_the_package() -> None:
     assert PROJECT["project"]["version"] == verl.__version__
 
 
+def test_files_beside_the_code_are_shipped() -> None:
+    """Presets, and the report's page."""
+    package = ROOT / "verl"
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["verl"]
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    beside = {path for path in package.rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert package / "config" / "presets" / "grpo.yaml" in shipped and beside - shipped == set()
+
+
 def test_ci_calls_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +247,18 @@ def test_a_killed_run_releases_its_lock(tmp_path: Path) -> None:
         holder.kill()
         holder.communicate()
     run.lock().release()
+
+
+def test_who_asks_whether_a_run_is_on_sees_it_and_disturbs_none(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    assert not run.is_locked() and not run.lock_file.exists()
+    with run.lock():
+        assert run.is_locked() and RunDir(tmp_path).is_locked()
+    assert not run.is_locked()
+    with open(run.lock_file) as asking:  # as is_locked holds it for a moment
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        threading.Timer(0.03, fcntl.flock, (asking, fcntl.LOCK_UN)).start()
+        run.lock().release()
 
 
 def test_a_forked_child_does_not_keep_the_lock_alive(tmp_path: Path) -> None:

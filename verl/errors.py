@@ -13,7 +13,13 @@ class VerlError(Exception):
         what: what is wrong, naming the field, file or role.
         value: the offending value, if there is one.
         fix: what to do about it.
+
+    Attributes:
+        bad_input: what was asked for is to blame, and asking again will not help. False: it was right, and the run
+            failed all the same (a dead worker, a full disk, numbers gone astray). Decides the exit code.
     """
+
+    bad_input: bool = True
 
     def __init__(self, what: str, value: object = None, fix: str | None = None) -> None:
         self.what, self.value, self.fix = what, value, fix
@@ -53,4 +59,10 @@ class EngineError(VerlError):
 
 
 class ClusterError(VerlError):
-    """Workers or resources that were asked for are not there, or died."""
+    """Workers or resources that were asked for are not there."""
+
+
+class WorkerDiedError(ClusterError):
+    """A worker process ended while it was needed."""
+
+    bad_input = False

@@ -210,6 +210,11 @@ class RunDir:
         return self.path / "events.log"
 
     @property
+    def skipped(self) -> Path:
+        """Rows of the data that could not be used: file, row, reason."""
+        return self.path / "skipped.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -249,6 +254,22 @@ class RunDir:
     def lock(self) -> RunLock:
         """Takes the folder for this process; see :class:`RunLock`. Raises VerlError while another run holds it."""
         return RunLock(self)
+
+    def is_locked(self) -> bool:
+        """Whether a run holds the folder at this moment, as far as this machine can see."""
+        try:
+            descriptor = os.open(self.lock_file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who ask do not see each other
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
 
     # --- events
 
@@ -327,7 +348,7 @@ class RunLock:
         except OSError as error:
             raise _lock_error(run_dir, error) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take_lock(descriptor)
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json_line(holder).encode() + b"\n", 0)
@@ -352,6 +373,15 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _take_lock(descriptor: int) -> None:
+    """Raises BlockingIOError where another run holds it; somebody who only asks lets go at once."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.1)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _close_in_child() -> None:

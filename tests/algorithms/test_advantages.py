@@ -1,25 +1,28 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from advantage_oracles import ORACLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms.advantages import (
     ESTIMATORS,
     AdvantageInputs,
-    gae,
     group_index,
-    grpo,
     outcome_scores,
-    rloo,
     zero_spread_metric,
 )
+from verl.algorithms.group_advantages import gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
 from verl.algorithms.masking import count_nonfinite, place_at_last
+from verl.algorithms.token_advantages import gae
 from verl.config.schema_run import AlgorithmConfig
 
 NAN, INF = math.nan, math.inf
@@ -101,70 +104,14 @@ def test_a_terminal_reward_on_a_masked_tail_is_not_seen():
     assert gae(token_inputs(placed, [[0.0, 0, 0, 0]], mask), config()).returns.tolist() == [[1, 1, 0, 0]]
 
 
-def gae_oracle(inputs: AdvantageInputs, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Equation 16 as the sum it is defined by, row by row, over the trained tokens only."""
-    shape = inputs.response_mask.shape
-    advantages, returns = np.zeros(shape), np.zeros(shape)
-    for b in range(shape[0]):
-        places = np.flatnonzero(inputs.response_mask[b].numpy())
-        r = inputs.token_level_rewards[b].numpy()[places]
-        end = 0.0 if inputs.bootstrap_values is None else float(inputs.bootstrap_values[b])
-        v = np.append(inputs.values[b].numpy()[places], end)
-        deltas = r + gamma * v[1:] - v[:-1]
-        for t, place in enumerate(places):
-            weights = (gamma * lam) ** np.arange(len(places) - t)
-            advantages[b, place] = weights @ deltas[t:] if inputs.scored[b] else 0.0
-            returns[b, place] = advantages[b, place] + v[t]
-    return advantages, returns
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.booleans())
-def test_gae_against_the_definition(seed, gaps, bootstrap, whiten):
-    g = torch.Generator().manual_seed(seed)
-    rows, width = (int(n) for n in torch.randint(1, 9, (2,), generator=g))
-    lengths = torch.randint(0, width + 1, (rows,), generator=g)
-    mask = torch.arange(width) < lengths.unsqueeze(1)
-    if gaps:
-        mask &= torch.rand(rows, width, generator=g) < 0.7
-    rewards, values = (torch.randn(rows, width, generator=g, dtype=torch.float64) for _ in range(2))
-    inputs = AdvantageInputs(
-        rewards,
-        mask,
-        torch.arange(rows),
-        torch.rand(rows, generator=g) < 0.8,
-        values=values,
-        bootstrap_values=torch.randn(rows, generator=g, dtype=torch.float64) if bootstrap else None,
-    )
-    gamma, lam = 0.9, 0.7
-    advantages, returns = gae_oracle(inputs, gamma, lam)
-    counted = mask.numpy() & inputs.scored.numpy()[:, None]
-    if whiten and counted.any():
-        kept = advantages[counted]
-        deviation = math.sqrt(kept.var(ddof=1) + 1e-8) if len(kept) > 1 else 1.0
-        advantages[counted] = (kept - kept.mean()) / deviation
-    result = gae(inputs, config(gamma=gamma, lam=lam, whiten_advantages=whiten))
-    np.testing.assert_allclose(result.advantages.numpy(), advantages, atol=1e-10)
-    np.testing.assert_allclose(result.returns.numpy(), returns, atol=1e-10)
-
-
-def test_gae_blocks_of_rows_do_not_show(monkeypatch):
-    g = torch.Generator().manual_seed(3)
-    mask = torch.rand(7, 5, generator=g) < 0.8
-    columns = [torch.randn(7, 5, generator=g) for _ in range(2)]
-    inputs = AdvantageInputs(
-        columns[0],
-        mask,
-        torch.arange(7),
-        torch.ones(7, dtype=torch.bool),
-        values=columns[1],
-        bootstrap_values=torch.ones(7),
-    )
-    whole = gae(inputs, config(lam=0.9))
-    monkeypatch.setattr("verl.algorithms.advantages._ROWS_AT_ONCE", 2)
-    blocks = gae(inputs, config(lam=0.9))
-    torch.testing.assert_close(blocks.advantages, whole.advantages)
-    torch.testing.assert_close(blocks.returns, whole.returns)
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "rloo"])
+def test_blocks_of_rows_do_not_show(name, monkeypatch):
+    inputs = drawn_inputs(3, 7, 5)
+    whole = ESTIMATORS[name](inputs, config(lam=0.9, whiten_advantages=True))
+    monkeypatch.setattr("verl.algorithms.masking._ELEMENTS_AT_ONCE", 10)
+    blocks = ESTIMATORS[name](replace(inputs), config(lam=0.9, whiten_advantages=True))
+    torch.testing.assert_close(blocks.advantages, whole.advantages, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(blocks.returns, whole.returns, rtol=1e-12, atol=1e-12)
 
 
 def test_gae_of_unscored_rows_has_no_advantage_and_moves_no_statistic():
@@ -202,19 +149,21 @@ def test_b010_reference_values():
     assert row_advantages(rloo(inputs, config()), inputs) == pytest.approx([0.75, -0.75, 0], abs=1e-12)
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [grpo, rloo, grpo_passk, opo, gpg, maxrl])
 @pytest.mark.parametrize("by_std", [True, False])
 def test_b011_a_group_of_one_has_advantage_0(estimator, by_std):
     inputs = group_inputs([0.7, 1, 0], ["a", "b", "b"])
     got = row_advantages(estimator(inputs, config(norm_adv_by_std_in_grpo=by_std)), inputs)
     assert got[0] == 0.0
-    assert got[1] == -got[2] > 0
+    assert got[1] > 0 >= got[2]
     # Alone after its partners could not be scored, too.
     survivor = group_inputs([0.7, NAN, 1, 0], ["a", "a", "b", "b"], scored=[True, False, True, True])
     assert row_advantages(estimator(survivor, config(norm_adv_by_std_in_grpo=by_std)), survivor)[:2] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize(
+    "estimator", [grpo, rloo, grpo_passk, opo, gpg, maxrl, reinforce_plus_plus_baseline], ids=lambda e: e.__name__
+)
 @pytest.mark.parametrize("score", [0.1, -1e-9, 1234.567, 0.0])
 def test_identical_rewards_give_exactly_zero_whatever_the_rounding(estimator, score):
     mask = torch.ones(3, 4, dtype=torch.bool)
@@ -232,7 +181,7 @@ def test_a_small_but_real_spread_is_kept():
     assert got == pytest.approx([-1e-4, 1e-4], rel=1e-6)
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [grpo, rloo, grpo_passk, gpg, maxrl])
 def test_b102_unscored_rows_enter_no_statistic(estimator):
     with_it = group_inputs([1, NAN, 0, 0.5, 3], ["a", "a", "a", "b", "b"], scored=[True, False, True, True, True])
     without = group_inputs([1, 0, 0.5, 3], ["a", "a", "b", "b"])
@@ -241,7 +190,7 @@ def test_b102_unscored_rows_enter_no_statistic(estimator):
     assert got == row_advantages(estimator(without, config()), without)
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [grpo, rloo, grpo_passk, gpg, maxrl])
 def test_b007_a_row_without_tokens_drives_nothing(estimator):
     # Score 10 of the empty response was left in its last padded slot.
     rewards = f64([[0, 0, 10], [0, 0, NAN], [0, 1, NAN]])
@@ -261,40 +210,11 @@ def test_b015_a_nan_score_stays_in_its_group_and_is_countable():
     assert count_nonfinite(result.advantages, inputs.response_mask) == int(inputs.response_mask[:3].sum())
 
 
-def group_oracle(name: str, scores: np.ndarray, groups: np.ndarray, by_std: bool) -> np.ndarray:
-    out = np.zeros(len(scores))
-    for group in set(groups.tolist()):
-        members = np.flatnonzero(groups == group)
-        if len(members) < 2 or np.ptp(scores[members]) < 1e-9:
-            continue
-        for i in members:
-            if name == "rloo":
-                out[i] = scores[i] - scores[[j for j in members if j != i]].mean()
-            else:
-                deviation = scores[members].std(ddof=1) + 1e-6 if by_std else 1.0
-                out[i] = (scores[i] - scores[members].mean()) / deviation
-    return out
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 3.5]), st.integers(0, 4), st.booleans()), min_size=1),
-    st.sampled_from(["grpo", "rloo"]),
-    st.booleans(),
-)
-def test_group_estimators_against_their_definition(rows, name, by_std):
-    scores, groups, scored = (np.array(column) for column in zip(*rows, strict=True))
-    inputs = group_inputs(scores.tolist(), groups.tolist(), scored=scored.tolist())
-    expected = np.zeros(len(scores))
-    expected[scored] = group_oracle(name, scores[scored], groups[scored], by_std)
-    settings_ = config(norm_adv_by_std_in_grpo=by_std)
-    got = row_advantages(ESTIMATORS[name](inputs, settings_), inputs)
-    np.testing.assert_allclose(got, expected, atol=1e-10)
-    # The order of the rows, and so whether groups are contiguous, means nothing.
-    order = np.random.default_rng(0).permutation(len(scores))
-    shuffled = group_inputs(scores[order].tolist(), groups[order].tolist(), scored=scored[order].tolist())
-    got = row_advantages(ESTIMATORS[name](shuffled, settings_), shuffled)
-    np.testing.assert_allclose(got, expected[order], atol=1e-10)
+@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gdpo", "remax", "gae")])
+def test_a_score_that_is_no_number_shows(name, odd):
+    inputs = group_inputs([1, odd, 0, 1, 0], ["a", "a", "a", "b", "b"])
+    assert count_nonfinite(ESTIMATORS[name](inputs, config()).advantages, inputs.response_mask) > 0
 
 
 def test_group_ids_are_labels_not_indices():
@@ -313,32 +233,133 @@ def test_zero_spread_metric_is_a_share_of_groups():
 # All of them
 
 
-def with_padding_changed(inputs: AdvantageInputs, value: float, extra: int) -> AdvantageInputs:
-    mask = torch.nn.functional.pad(inputs.response_mask, (0, extra))
-    columns = [torch.nn.functional.pad(x, (0, extra)) for x in (inputs.token_level_rewards, inputs.values)]
-    rewards, values = (torch.where(mask, x, value) for x in columns)
-    return AdvantageInputs(rewards, mask, inputs.group_ids, inputs.scored, values=values)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([NAN, INF, -INF, 1e30]), st.integers(0, 3))
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_law_1_padding(name, seed, garbage, extra):
+def drawn_inputs(seed: int, rows: int, width: int, gaps: bool = True, dtype=torch.float64) -> AdvantageInputs:
+    """Rows of any length with a reward on every token, some unscored, in up to four groups; garbage under the mask."""
     g = torch.Generator().manual_seed(seed)
-    rows, width = (int(n) for n in torch.randint(1, 8, (2,), generator=g))
-    mask = torch.rand(rows, width, generator=g) < 0.6
-    rewards, values = (torch.randn(rows, width, generator=g, dtype=torch.float64) for _ in range(2))
-    scored = torch.rand(rows, generator=g) < 0.8
-    inputs = AdvantageInputs(rewards, mask, torch.randint(0, 3, (rows,), generator=g), scored, values=values)
-    for settings_ in (config(lam=0.9), config(whiten_advantages=True, norm_adv_by_std_in_grpo=False)):
-        clean = ESTIMATORS[name](inputs, settings_)
-        dirty = ESTIMATORS[name](with_padding_changed(inputs, garbage, extra), settings_)
+    mask = torch.arange(width) < torch.randint(0, width + 1, (rows, 1), generator=g)
+    if gaps:
+        mask &= torch.rand(rows, width, generator=g) < 0.7
+    rewards, values = (torch.randn(rows, width, generator=g, dtype=dtype) for _ in range(2))
+    if seed % 2:  # few different scores, so that there are ties and groups without spread
+        rewards = place_at_last(torch.randint(0, 3, (rows,), generator=g).to(dtype), mask)
+    components = torch.randint(0, 3, (rows, 2), generator=g).to(dtype)
+    return AdvantageInputs(
+        torch.where(mask, rewards, NAN),
+        mask,
+        torch.randint(0, 4, (rows,), generator=g),
+        torch.rand(rows, generator=g) < 0.8,
+        values=torch.where(mask, values, INF),
+        bootstrap_values=torch.randn(rows, generator=g, dtype=dtype) if seed % 3 else None,
+        reward_components=torch.where(torch.rand(rows, 2, generator=g) < 0.1, NAN, components),
+        baselines=torch.randn(rows, generator=g, dtype=dtype),
+    )
+
+
+def changed(inputs: AdvantageInputs, change: Any) -> AdvantageInputs:
+    """The same change to every column that there is."""
+    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return AdvantageInputs(**{name: None if x is None else change(name, x) for name, x in columns.items()})
+
+
+SIZES = st.tuples(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 9))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    SIZES,
+    st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.9, 1.0]),
+    st.booleans(),
+    st.sampled_from([None, [1.0, 0.5], [0.0, -2.0]]),
+)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_against_its_definition(name, sizes, gamma, lam, switch, weights):
+    inputs = drawn_inputs(*sizes, gaps=sizes[0] % 5 > 0)
+    how = config(
+        gamma=gamma,
+        lam=lam,
+        whiten_advantages=switch,
+        norm_adv_by_std_in_grpo=switch,
+        gdpo_reward_weights=weights,
+    )
+    result = ESTIMATORS[name](inputs, how)
+    np.testing.assert_allclose(result.advantages.numpy(), ORACLES[name](inputs, how), atol=1e-9)
+    if name == "gae":
+        raw = gae(inputs, how.model_copy(update={"whiten_advantages": False})).advantages
+        values = torch.where(inputs.response_mask, inputs.values, 0.0)
+        torch.testing.assert_close(result.returns, raw + values, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lam", [0.0, 1e-30, 1e-4, 0.2, 0.7, 0.97, 1.0])
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_long_rows_with_any_decay(lam, gaps, dtype):
+    """Over many chunks, where a decay is far below what float32 can hold."""
+    inputs = drawn_inputs(8, 6, 300, gaps, dtype)
+    result = gae(inputs, config(gamma=0.99, lam=lam)).advantages
+    expected = ORACLES["gae"](inputs, config(gamma=0.99, lam=lam))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+    np.testing.assert_allclose(result.numpy(), expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SIZES, st.sampled_from([NAN, INF, -INF, 1e30]), st.integers(0, 3))
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_law_1_padding(name, sizes, garbage, extra):
+    """Neither what stands under the mask nor how wide the batch is padded changes anything."""
+    inputs, width = drawn_inputs(*sizes), sizes[2]
+    mask = torch.nn.functional.pad(inputs.response_mask, (0, extra))
+
+    def padded(name: str, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < 2 or name == "reward_components":
+            return x
+        x = torch.nn.functional.pad(x, (0, extra))
+        return mask if name == "response_mask" else torch.where(mask, x, garbage)
+
+    for how in (config(lam=0.9), config(whiten_advantages=True, norm_adv_by_std_in_grpo=False)):
+        clean = ESTIMATORS[name](inputs, how)
+        dirty = ESTIMATORS[name](changed(inputs, padded), how)
         torch.testing.assert_close(dirty.advantages[:, :width], clean.advantages, rtol=0, atol=1e-10)
         torch.testing.assert_close(dirty.returns[:, :width], clean.returns, rtol=0, atol=1e-10)
         assert (dirty.advantages[:, width:] == 0).all()
-        assert (clean.advantages[~mask] == 0).all()
-        assert (clean.returns[~mask] == 0).all()
-        assert (clean.advantages[~scored] == 0).all()
+        assert (clean.advantages[~inputs.response_mask] == 0).all()
+        assert (clean.returns[~inputs.response_mask] == 0).all()
+        assert (clean.advantages[~inputs.scored] == 0).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_order_of_rows_and_the_labels_of_groups_mean_nothing(name, sizes):
+    inputs, how = drawn_inputs(*sizes), config(lam=0.9, whiten_advantages=True)
+    order = torch.randperm(sizes[1], generator=torch.Generator().manual_seed(sizes[0]))
+    labels = torch.tensor([-5, 10**12, 7, 0])
+    shuffled = changed(inputs, lambda name, x: labels[x[order]] if name == "group_ids" else x[order])
+    expected, got = ESTIMATORS[name](inputs, how).advantages, ESTIMATORS[name](shuffled, how).advantages
+    torch.testing.assert_close(got, expected[order], rtol=0, atol=1e-9)
+
+
+SHIFTED = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # r + c changes nothing
+SCALED = {"rloo": 1, "opo": 1, "gpg": 1, "maxrl": 0}  # how advantages grow with r
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES, st.sampled_from([0.25, 3.0, 64.0]))
+@pytest.mark.parametrize("name", [*SHIFTED, "maxrl"])
+def test_shifting_and_scaling_all_scores(name, sizes, factor):
+    inputs = drawn_inputs(*sizes)
+    expected = ESTIMATORS[name](inputs, config()).advantages
+
+    def with_rewards(change: Any) -> torch.Tensor:
+        rewards = lambda field, x: change(x) if field == "token_level_rewards" else x  # noqa: E731
+        return ESTIMATORS[name](changed(inputs, rewards), config()).advantages
+
+    if name in SHIFTED:
+        shift = place_at_last(torch.full((sizes[1],), factor, dtype=torch.float64), inputs.response_mask)
+        torch.testing.assert_close(with_rewards(lambda x: x + shift), expected, rtol=0, atol=1e-9)
+    if name in SCALED:
+        scaled = expected * factor ** SCALED[name]
+        torch.testing.assert_close(with_rewards(lambda x: x * factor), scaled, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -346,7 +367,15 @@ def test_law_1_padding(name, seed, garbage, extra):
 def test_nothing_to_do(name, shape):
     empty = torch.zeros(shape)
     rows = torch.zeros(shape[0])
-    inputs = AdvantageInputs(empty, empty.bool(), rows.long(), rows.bool(), values=empty)
+    inputs = AdvantageInputs(
+        empty,
+        empty.bool(),
+        rows.long(),
+        rows.bool(),
+        values=empty,
+        baselines=rows,
+        reward_components=torch.zeros(shape[0], 2),
+    )
     result = ESTIMATORS[name](inputs, config(whiten_advantages=True))
     assert torch.equal(result.advantages, empty)
     assert torch.equal(result.returns, empty)
@@ -354,14 +383,14 @@ def test_nothing_to_do(name, shape):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_inputs_are_left_alone_and_dtypes_kept(name):
-    inputs = group_inputs([1, 0, 2, 0.5], ["a", "a", "b", "b"], dtype=torch.float32)
-    inputs = AdvantageInputs(
-        inputs.token_level_rewards, inputs.response_mask, inputs.group_ids, inputs.scored, values=torch.randn(4, 4)
-    )
-    before = [inputs.token_level_rewards.clone(), inputs.values.clone()]
+    inputs = drawn_inputs(4, 6, 5, dtype=torch.float32)
+    before = changed(inputs, lambda _, x: x.clone())
     result = ESTIMATORS[name](inputs, config(whiten_advantages=True))
     assert result.advantages.dtype == result.returns.dtype == torch.float32
-    torch.testing.assert_close([inputs.token_level_rewards, inputs.values], before, equal_nan=True, rtol=0, atol=0)
+    for field in fields(inputs):
+        torch.testing.assert_close(
+            getattr(inputs, field.name), getattr(before, field.name), equal_nan=True, rtol=0, atol=0
+        )
 
 
 def test_shapes_must_agree():
@@ -369,3 +398,11 @@ def test_shapes_must_agree():
         token_inputs([[0, 0]] * 4, [[0]] * 4, [[1, 1]] * 4)
     with pytest.raises(ValueError, match="group_ids"):
         token_inputs([[0, 0]], [[0, 0]], [[1, 1]], group_ids=torch.arange(2))
+    with pytest.raises(ValueError, match="reward_components"):
+        token_inputs([[0, 0]], [[0, 0]], [[1, 1]], reward_components=f64([[1, 2], [3, 4]]))
+
+
+def test_the_documentation_names_the_estimators_that_exist():
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    section = page.partition("## Advantages")[2].partition("## Reward shaping")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(ESTIMATORS)

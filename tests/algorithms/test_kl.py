@@ -1,21 +1,16 @@
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 
 from verl.algorithms.kl import (
-    KL_CONTROLLERS,
     KL_ESTIMATORS,
-    AdaptiveKLController,
-    FixedKLController,
     apply_kl_penalty,
     check_kl_loss,
     kl_estimate,
 )
-from verl.config.schema_run import KlControlConfig
 from verl.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
@@ -157,35 +152,27 @@ def test_b025_the_kl_does_not_change_with_more_padding():
     assert a.value() == b.value()
 
 
-@pytest.mark.parametrize(("kl", "expected"), [(12, 0.201024), (6.6, 0.200512), (6, 0.2), (3, 0.198976)])
-def test_b054_adaptive_controller(kl, expected):
-    controller = AdaptiveKLController(0.2, 6, 10000)
-    controller.update(kl, 256)
-    assert controller.coef == pytest.approx(expected, abs=1e-9)
+@pytest.mark.parametrize("kind", ["full", "full+"])
+def test_the_full_kl_is_its_column_and_keeps_the_true_gradient(kind):
+    logits = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(0)
+    log_q = torch.tensor([0.1, 0.5, -0.3, 0.0], dtype=torch.float64).log_softmax(0)
+    divergence = (log_p.exp() * (log_p - log_q)).sum()
+    column = torch.stack([divergence, torch.tensor(NAN, dtype=torch.float64)])[
+        None
+    ]  # (1, 2), the second token is not trained
+    mask = torch.tensor([[1, 0]])
+    kl = kl_estimate(column.detach(), None, mask, kind, column)
+    assert kl.tolist() == [[divergence.item(), 0.0]]
+    expected = divergence_gradient(lambda p, q: (p.exp() * (p - q)).sum())
+    torch.testing.assert_close(torch.autograd.grad(kl[0, 0], logits)[0], expected)
+    check_kl_loss(kind)
+    penalty = apply_kl_penalty(column.detach() * 0 + 1, column.detach(), None, mask, 0.5, kind, column.detach())
+    assert penalty.token_level_rewards[0, 0].item() == 1 - 0.5 * divergence.item()
 
 
-def test_b054_refusals():
-    for coef, target, horizon in ((0, 6, 100), (0.2, 6, 0), (0.2, 0, 100), (-1, 6, 100), (NAN, 6, 100)):
-        with pytest.raises(ConfigError, match="above 0"):
-            AdaptiveKLController(coef, target, horizon)
-
-
-def test_the_coefficient_survives_bad_and_huge_steps():
-    controller = AdaptiveKLController(0.2, 6, 100)
-    for kl in (NAN, INF, -INF):
-        controller.update(kl, 256)
-        assert controller.coef == 0.2
-    controller.update(0.0, 100000)
-    assert controller.coef > 0
-
-
-def test_controllers_resume_through_json():
-    adaptive = KL_CONTROLLERS["adaptive"](KlControlConfig(type="adaptive", kl_coef=0.2, target_kl=6))
-    adaptive.update(12, 256)
-    again = KL_CONTROLLERS["adaptive"](KlControlConfig(type="adaptive", kl_coef=0.2, target_kl=6))
-    again.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
-    assert again.coef == adaptive.coef != 0.2
-    fixed = KL_CONTROLLERS["fixed"](KlControlConfig(kl_coef=0.3))
-    fixed.update(12, 256)
-    fixed.load_state_dict(json.loads(json.dumps(FixedKLController(0.1).state_dict())))
-    assert fixed.coef == 0.3
+def test_a_missing_column_is_an_error():
+    with pytest.raises(ValueError, match="no full_kl"):
+        kl_estimate(row(0.0), row(0.0), row(1.0).bool(), "full")
+    with pytest.raises(ValueError, match="no ref_log_probs"):
+        kl_estimate(row(0.0), None, row(1.0).bool(), "k3")

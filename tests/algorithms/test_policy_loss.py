@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.aggregation import count_denominators
+from verl.algorithms.loss_inputs import LossInputs, PolicyLoss, guarded
 from verl.algorithms.metric import reduce_metrics
-from verl.algorithms.policy_loss import POLICY_LOSSES, LossInputs, actor_loss, guarded_ratio, vanilla
+from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss, vanilla
+from verl.config.schema_losses import PolicyLossConfig
 from verl.config.schema_roles import ActorConfig
 from verl.errors import ConfigError
 
@@ -20,6 +23,10 @@ NAN, INF = math.nan, math.inf
 
 def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor([values], dtype=dtype)
+
+
+def whole_loss(inputs: LossInputs, config: ActorConfig, denominators: Any) -> Any:
+    return actor_loss(POLICY_LOSSES["vanilla"], inputs, config, denominators)
 
 
 def evaluate(function: Any, config: ActorConfig, log_probs: torch.Tensor, advantages: torch.Tensor, **columns: Any):
@@ -74,13 +81,13 @@ def test_b021_far_ratios_give_a_finite_loss_and_no_gradient(log_ratio, advantage
 def test_b021_the_guard_changes_no_bit_inside_and_stops_the_gradient_outside(dtype):
     inside = torch.linspace(-20, 20, 4001, dtype=dtype).requires_grad_()
     plain = inside.detach().clone().requires_grad_()
-    assert torch.equal(guarded_ratio(inside), plain.exp())
-    guarded_ratio(inside).sum().backward()
+    assert torch.equal(guarded(inside).exp(), plain.exp())
+    guarded(inside).exp().sum().backward()
     plain.exp().sum().backward()
     assert torch.equal(inside.grad, plain.grad)
     outside = torch.tensor([20.001, 88.8, 1e30, INF, -20.001, -1e30, -INF], dtype=dtype, requires_grad=True)
-    guarded_ratio(outside).sum().backward()
-    assert guarded_ratio(outside).isfinite().all()
+    guarded(outside).exp().sum().backward()
+    assert guarded(outside).exp().isfinite().all()
     assert (outside.grad == 0).all()
 
 
@@ -105,7 +112,7 @@ def test_b022_a_rejected_token_has_exactly_no_gradient():
 def test_b025_nothing_leaks_from_sentinels():
     mask = torch.tensor([[1, 1, 0, 0]], dtype=torch.bool)
     columns = {"response_mask": mask, "entropy": row(0.5, 1.0, -1.0, -1.0), "old_log_probs": row(-0.4, -1.0, 9, NAN)}
-    _, metrics = evaluate(actor_loss, ActorConfig(), row(-0.5, -1.0, 1.0, 1.0), row(1.0, 1.0, NAN, INF), **columns)
+    _, metrics = evaluate(whole_loss, ActorConfig(), row(-0.5, -1.0, 1.0, 1.0), row(1.0, 1.0, NAN, INF), **columns)
     assert metrics["actor/entropy"] == 0.75
     assert metrics["actor/ppo_kl"] == pytest.approx(0.05)
 
@@ -142,7 +149,7 @@ def test_b018_kl_is_aggregated_under_the_mask():
         "ref_log_probs": torch.zeros_like(d),
         "response_mask": torch.tensor([[1, 1, 0]], dtype=torch.bool),
     }
-    loss, metrics = evaluate(actor_loss, config, d, -torch.ones_like(d), **columns)
+    loss, metrics = evaluate(whole_loss, config, d, -torch.ones_like(d), **columns)
     assert loss.item() == pytest.approx(1.1, abs=1e-12)
     assert metrics["actor/kl_loss"] == pytest.approx(0.2, abs=1e-12)
     assert metrics["actor/pg_loss"] == pytest.approx(1.0, abs=1e-12)
@@ -151,7 +158,7 @@ def test_b018_kl_is_aggregated_under_the_mask():
 def test_the_entropy_bonus_lowers_the_loss():
     entropy = row(1.0, 3.0).requires_grad_()
     config = ActorConfig(entropy_coeff=0.1)
-    loss, metrics = evaluate(actor_loss, config, row(0.0, 0.0), row(1.0, 1.0), entropy=entropy)
+    loss, metrics = evaluate(whole_loss, config, row(0.0, 0.0), row(1.0, 1.0), entropy=entropy)
     loss.backward()
     assert loss.item() == pytest.approx(-1.0 - 0.1 * 2.0)
     assert entropy.grad.tolist() == [[-0.05, -0.05]]
@@ -160,51 +167,25 @@ def test_the_entropy_bonus_lowers_the_loss():
 
 def test_terms_that_are_off_leave_the_policy_loss_alone():
     columns = {"entropy": row(1.0, NAN), "ref_log_probs": row(NAN, 0.0)}
-    loss, metrics = evaluate(actor_loss, ActorConfig(), row(0.0, 0.0), row(1.0, 1.0), **columns)
+    loss, metrics = evaluate(whole_loss, ActorConfig(), row(0.0, 0.0), row(1.0, 1.0), **columns)
     assert loss.item() == -1.0
     assert "actor/kl_loss" not in metrics
 
 
 def test_a_term_without_its_column_is_an_error():
     with pytest.raises(ValueError, match="entropy"):
-        evaluate(actor_loss, ActorConfig(entropy_coeff=0.1), row(0.0), row(1.0))
+        evaluate(whole_loss, ActorConfig(entropy_coeff=0.1), row(0.0), row(1.0))
     with pytest.raises(ValueError, match="ref_log_probs"):
-        evaluate(actor_loss, ActorConfig(use_kl_loss=True), row(0.0), row(1.0))
+        evaluate(whole_loss, ActorConfig(use_kl_loss=True), row(0.0), row(1.0))
     with pytest.raises(ConfigError, match="zero in expectation"):
         config = ActorConfig.model_construct(**(dict(ActorConfig()) | {"use_kl_loss": True, "kl_loss_type": "k1"}))
-        evaluate(actor_loss, config, row(0.0), row(1.0), ref_log_probs=row(0.0))
+        evaluate(whole_loss, config, row(0.0), row(1.0), ref_log_probs=row(0.0))
 
 
 def test_shapes_must_agree():
     mask = torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"advantages has shape \(2, 1\)"):
         LossInputs(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 1), mask)
-
-
-def vanilla_oracle(log_probs: np.ndarray, old: np.ndarray, advantages: np.ndarray, config: ActorConfig) -> np.ndarray:
-    losses = np.zeros(len(log_probs))
-    for i, (new, before, a) in enumerate(zip(log_probs, old, advantages, strict=True)):
-        ratio = math.exp(new - before)
-        held = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-        objective = min(ratio * a, held * a)
-        if a < 0:
-            objective = max(objective, config.clip_ratio_c * a)
-        losses[i] = -objective
-    return losses
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-5, 5)), min_size=1, max_size=8),
-    st.sampled_from([(0.2, 0.2, 3.0), (0.1, 0.5, 1.5), (0.9, 2.0, 10.0)]),
-)
-@pytest.mark.parametrize("name", ["vanilla"])
-def test_against_the_papers_objective(name, tokens, clip):
-    config = ActorConfig(clip_ratio_low=clip[0], clip_ratio_high=clip[1], clip_ratio_c=clip[2])
-    columns = np.array(tokens, dtype=np.float64).T
-    new, old, advantages = (torch.from_numpy(column)[None] for column in columns)
-    loss, _ = evaluate(POLICY_LOSSES[name], config, new, advantages, old_log_probs=old)
-    assert loss.item() == pytest.approx(vanilla_oracle(*columns, config).mean(), rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
@@ -216,6 +197,66 @@ def test_gradcheck(mode):
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         columns = {"old_log_probs": old, "ref_log_probs": ref, "entropy": entropy, "response_mask": mask}
-        return evaluate(actor_loss, config, log_probs, advantages, **columns)[0]
+        return evaluate(whole_loss, config, log_probs, advantages, **columns)[0]
 
     assert torch.autograd.gradcheck(loss, (log_probs.requires_grad_(), entropy.requires_grad_()))
+
+
+# A user's own loss
+
+
+OWN = """
+def policy_loss(inputs, config, denominators):
+    loss = (inputs.statistics["mean"] * inputs.log_probs).sum() / denominators.tokens
+    return loss, {}
+
+def statistics(inputs, config):
+    return {"mean": inputs.advantages.mean()}
+
+policy_loss.statistics = statistics
+
+def wrong(inputs):
+    return 0
+
+nothing = 3
+"""
+
+
+def test_a_users_own_loss_from_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    found = find_policy_loss(PolicyLossConfig(path=str(tmp_path / "mine.py")))
+    inputs = LossInputs(row(1.0, 3.0), row(0.0, 0.0), row(4.0, 2.0), row(1.0, 1.0).bool())
+    assert found.statistics is not None
+    statistics = found.statistics(inputs, ActorConfig())
+    loss, _ = actor_loss(
+        found,
+        replace(inputs, statistics=statistics),
+        ActorConfig(),
+        count_denominators(inputs.response_mask, 2),
+    )
+    assert loss.item() == 6.0
+    assert isinstance(found, PolicyLoss)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "complaint"),
+    [
+        ("mine.py", "wrong", r"called with \(inputs, config, denominators\)"),
+        ("mine.py", "policy_los", "did you mean policy_loss"),
+        ("mine.py", "nothing", "is no function"),
+        ("mime.py", "policy_loss", "did you mean mine"),
+    ],
+)
+def test_a_users_own_loss_that_does_not_fit(tmp_path, file, name, complaint):
+    (tmp_path / "mine.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=complaint):
+        find_policy_loss(PolicyLossConfig(path=str(tmp_path / file), name=name))
+
+
+def test_schema_and_documentation_name_the_losses_that_exist():
+    field = PolicyLossConfig.model_fields["loss_mode"].annotation
+    assert list(field.__args__) == list(POLICY_LOSSES)
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert re.findall(
+        r"^\| `(\w+)` \|", page.partition("## Value loss")[0].partition("## Policy losses")[2], re.M
+    ) == list(POLICY_LOSSES)

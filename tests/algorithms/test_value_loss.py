@@ -42,7 +42,7 @@ def test_b029_clip_fraction_looks_at_the_unclipped_change():
 
 
 def test_plain_is_half_the_squared_error():
-    config = SimpleNamespace(cliprange_value=None, loss_agg_mode="token-mean")
+    config = SimpleNamespace(huber_delta=None, cliprange_value=None, loss_agg_mode="token-mean")
     loss, metrics = evaluate(row(1.0, 3.0), row(9, 9), row(2.0, 6.0), config)
     assert loss.item() == pytest.approx(0.5 * (1 + 9) / 2)
     assert metrics["critic/vf_clipfrac"] == 0
@@ -67,7 +67,7 @@ def test_b020_padding_and_gradient():
 
 @pytest.mark.parametrize("cliprange", [0.5, None])
 def test_gradcheck(cliprange):
-    config = SimpleNamespace(cliprange_value=cliprange, loss_agg_mode="token-mean")
+    config = SimpleNamespace(huber_delta=None, cliprange_value=cliprange, loss_agg_mode="token-mean")
     values = row(0.1, 0.9, 2.0, -3.0).requires_grad_()
     old, returns = row(0.0, 0.0, 0.3, -1.0), row(1.0, 0.2, -1.0, 1.0)
     assert torch.autograd.gradcheck(lambda v: evaluate(v, old, returns, config)[0], values)
@@ -88,3 +88,23 @@ def test_metrics_merge_over_micro_batches():
     assert sum(loss for loss, _ in pieces).item() == pytest.approx(expected_loss.item(), abs=1e-12)
     merged = reduce_metrics(merge_all(metrics for _, metrics in pieces))
     assert merged == pytest.approx(reduce_metrics(expected), abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain", "clipped"),
+    # huber of an error e with delta 2: e^2 / 2 up to 2, then 2 (|e| - 1)
+    [(1.0, 0.5, 0.5), (2.0, 2.0, 2.0), (5.0, 8.0, 8.0), (-5.0, 8.0, 8.0), (0.5, 0.125, 0.5)],
+)
+def test_huber_by_hand(value, plain, clipped):
+    """Target 0; old value 1.5 and range 0.5: the clipped value of 0.5 is 1."""
+    loss, _ = evaluate(row(value), row(1.5), row(0.0), CriticConfig(cliprange_value=None, huber_delta=2.0))
+    assert loss.item() == pytest.approx(plain)
+    loss, _ = evaluate(row(value), row(1.5), row(0.0), CriticConfig(cliprange_value=0.5, huber_delta=2.0))
+    assert loss.item() == pytest.approx(clipped)
+
+
+def test_huber_gradient_is_bounded():
+    values = row(0.5, 2.5, -900.0).requires_grad_()
+    loss, _ = evaluate(values, values.detach() + 0, row(0, 0, 0), CriticConfig(cliprange_value=None, huber_delta=2.0))
+    loss.backward()
+    assert values.grad.tolist()[0] == pytest.approx([0.5 / 3, 2 / 3, -2 / 3])

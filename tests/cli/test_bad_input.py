@@ -63,8 +63,35 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["compute_scor", "did you mean compute_score"],
     ),
     "model path typo": (["model.path=tiny-lama"], ["tiny-lama", "did you mean tiny-llama"]),
-    "model path that is no folder": (["model.path=/no/such/model"], ["/no/such/model", "model.path takes an alias"]),
+    "model path that is no folder": (["model.path=/no/such/model"], ["/no/such/model", "a model is an alias"]),
     "too long for the model": (["data.max_prompt_length=2040"], ["2048 positions", "2056 tokens"]),
+    "missing data folder": (["data.train_files=exmples/tiny/train.jsonl"], ["did you mean examples/tiny/train.jsonl?"]),
+    "folder of a model": (["model.path=./exmples"], ["no such model", "./exmples"]),
+    "tokenizer": (
+        ["model.tokenizer_path=tiny-lama"],
+        ["model.tokenizer_path: no such model", "did you mean tiny-llama"],
+    ),
+    "critic": (
+        ["critic.model.path=tiny-lama", "algorithm.adv_estimator=gae"],
+        ["critic.model.path: no such model", "did you mean tiny-llama"],
+    ),
+    "column of the data source": (["data.reward_fn_key=data_sorce"], ["did you mean data_source?"]),
+    "checkpoint": (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=examples/tny"],
+        ["trainer.resume_from_path names no folder", "did you mean examples/tiny?"],
+    ),
+    "value": (["trainer.resume_mode=atuo"], ["trainer.resume_mode", "did you mean auto?"]),
+    "built-in rule": (
+        ["reward.custom_reward_function.path=null", "reward.rule=nmber"],
+        ["nmber", "did you mean number?"],
+    ),
+    "preset": (["--preset", "gropo"], ["unknown preset", "did you mean grpo?"]),
+    "option": (["--plian"], ["--plian", "did you mean --plain?"]),
+    "GPU by another name": (["trainer.device=gpu"], ["wanted 1 GPU, available 0", "set trainer.device=cpu"]),
+    "GPUs by number": (
+        ["trainer.device=auto", "trainer.n_gpus_per_node=8"],
+        ["wanted 8 GPU, available 0", "set trainer.device=cpu"],
+    ),
     "no score for the data": (["reward.custom_reward_function.path=null"], ["tiny/vowels"]),
     "unknown logger": (["trainer.logger=[consol]"], ["consol", "console"]),
     "GPU where there is none": (["trainer.device=cuda"], ["set trainer.device=cpu"]),
@@ -77,7 +104,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_settings(warm: WarmVerl, tmp_path: Path, case: str) -> None:
     overrides, words = CASES[case]
-    if case == "GPU where there is none":
+    if case.startswith("GPU"):
         import torch
 
         if torch.cuda.is_available():

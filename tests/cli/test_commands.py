@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +16,30 @@ import pytest
 
 from verl import __version__
 from verl.cli import entry, runs, train
+from verl.errors import WorkerDiedError
 
-COMMANDS = [
-    [],
-    ["train"],
-    ["generate"],
-    ["export"],
-    ["report"],
-    ["model"],
-    ["model", "get"],
-    ["data"],
-    ["data", "reasoning-gym"],
-    ["data", "gsm8k"],
-]
+
+def walk(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[list[str]]:
+    """Every command, as the words that call it."""
+    yield words
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from walk(child, [*words, name])
+
+
+COMMANDS = list(walk(entry.build_parser(), []))
+
+
+@pytest.fixture(autouse=True)
+def own_sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_there_are_commands() -> None:
+    assert {("train",), ("init",), ("presets",), ("model", "get"), ("export",)} <= set(map(tuple, COMMANDS))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: " ".join(words) or "verl")
@@ -31,20 +49,6 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: verl") and len(said.splitlines()) > 3
-
-
-def test_every_command_is_tested_here() -> None:
-    import argparse
-
-    def walk(parser: argparse.ArgumentParser, words: list[str]) -> list[list[str]]:
-        found = [words]
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for name, child in action.choices.items():
-                    found += walk(child, [*words, name])
-        return found
-
-    assert sorted(walk(entry._parser(), [])) == sorted(COMMANDS)
 
 
 def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,81 +62,133 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0 and capsys.readouterr().out == f"verl {__version__}\n"
 
 
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What ``verl`` says about wrong use: one message in the common style, exit code 2."""
+    assert entry.main(arguments) == entry.EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("error: ") == 1 and "\n  fix:   " in err
+    return err
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("line", "said"),
     [
-        ["trian"],
-        ["generate", "m"],
-        ["generate", "m", "--prompt", "x", "-n", "0"],
-        ["generate", "m", "--prompt", "x", "--temperature", "-1"],
-        ["generate", "m", "--prompt", "x", "--temperature", "nan"],
-        ["export", "run"],
-        ["export", "run", "--to", "x", "--dtype", "int8"],
-        ["data", "reasoning-gym", "--task", "t", "--size", "0", "--out", "x"],
-        ["train", "--nonsense"],
+        ("trian", "did you mean train? commands: "),
+        ("model got", "verl model has no such command"),
+        ("model", "verl model needs a command"),
+        ("train x.yaml --presett grpo", "did you mean --preset?"),
+        ("train x.yaml --trainer.seed=3", "settings are written without dashes: trainer.seed=3"),
+        ("train x.yaml --pre grpo", "verl train has no such option"),
+        ("train", "neither a configuration file nor a setting"),
+        ("train one.yaml rollout.n=2 two.yaml", "more than one configuration file"),
+        ("train one.yaml rollout.n", "a setting needs the form key=value"),
+        ("train nothing.yaml", "the configuration file does not exist"),
+        ("train examples/quickstart", "did you mean examples/quickstart.yaml?"),
+        ("train exmples/tiny/grop.yaml", "did you mean examples/tiny/grpo.yaml?"),
+        ("train examples", "the folder holds no config.yaml"),
+        ("train --preset gropo x=1", "did you mean grpo? presets: "),
+        ("generate m", "--prompt"),
+        ("generate m --prompt x -n 0", "0 is not at least 1"),
+        ("generate m --prompt x -n many", "'many' is not a whole number"),
+        ("generate m --prompt x --temperature -1", "-1 is not at least 0"),
+        ("generate m --prompt x --temperature nan", "nan is not at least 0"),
+        ("generate m --prompt x --temperature warm", "'warm' is not a number"),
+        ("export run", "verl export: the following arguments are required: --to"),
+        ("export run --to x --dtype bfloat", "did you mean bfloat16? possible: "),
+        ("export run more --to x", "value: more"),
+        ("data reasoning-gym --task t --size 0 --out x", "0 is not at least 1"),
+        ("train --nonsense", "verl train has no such option"),
+        ("--nonsense", "verl has no such option"),
     ],
-    ids=" ".join,
 )
-def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        entry.main(arguments)
-    assert stop.value.code == 2
-    assert "usage: verl" in capsys.readouterr().err
+def test_wrong_use(line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert said in complaint(capsys, *line.split())
 
 
-class Interrupt(Exception):
-    pass
+def test_a_backslash_with_a_space_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ends in a backslash and a space" in complaint(capsys, "train", "rollout.n=2", " ", "trainer.seed=2")
+
+
+def test_train_help_and_presets_list_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    from verl.config.overlays import presets
+
+    with pytest.raises(SystemExit):
+        entry.main(["train", "--help"])
+    in_help = capsys.readouterr().out
+    assert entry.main(["presets"]) == 0
+    listed = capsys.readouterr().out
+    for name, line in presets().items():
+        assert any(row.split(maxsplit=1) == [name, line] for row in in_help.splitlines())
+        assert any(row.split(maxsplit=1) == [name, line] for row in listed.splitlines())
+
+
+AGAIN = "; start the same command again to go on from the last checkpoint\n"
 
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; start the same command again"),
-        (entry._Terminated(), 143, "terminated; start the same command again"),
+        (KeyboardInterrupt(), 130, "interrupted" + AGAIN),
+        (entry._Terminated(), 143, "terminated" + AGAIN),
         (ValueError("odd\nsecond line"), 1, "error: ValueError: odd\n  this is a defect of VeRL or of user code"),
         (ZeroDivisionError(), 1, "error: ZeroDivisionError: \n"),
+        (WorkerDiedError("the worker died", "signal 9", "start again"), 1, "error: the worker died\n  value: signal 9"),
     ],
-    ids=["Ctrl-C", "SIGTERM", "defect", "defect-without-words"],
+    ids=["Ctrl-C", "SIGTERM", "defect", "defect-without-words", "dead-worker"],
 )
 def test_exit_codes(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import signal
-
-    def fails(arguments: Any) -> None:
+    def fails(*arguments: Any, **options: Any) -> None:
         raise error
 
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(runs, "_report", fails)
-    try:
-        assert entry.main(["report", "x"]) == code
-        err = capsys.readouterr().err
-        assert said in err and "Traceback" not in err
-        assert entry.main(["report", "x", "--debug"]) == code
+    monkeypatch.setattr(train, "run_training", fails)
+    assert entry.main(["train", "x=1"]) == code
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+    for arguments in (["train", "x=1", "--debug"], ["--debug", "train", "x=1"]):
+        assert entry.main(arguments) == code
         assert ("Traceback" in capsys.readouterr().err) == (code == 1)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+def test_only_a_run_is_said_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "_report", interrupted)
+    assert entry.main(["report", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_went_away_is_no_defect(tmp_path: Path) -> None:
+    """``verl presets | head -0``: silence, not an error message."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "verl.cli", "presets"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, cwd=Path(__file__).parents[2])
+    os.close(write)
+    assert done.stderr == b"" and done.returncode == 1
 
 
 def test_settings_may_stand_behind_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    import signal
-
-    seen: list[list[str]] = []
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(train, "_train", lambda arguments: seen.append(arguments.words))
-    try:
-        assert entry.main(["train", "a.yaml", "x=1", "--debug", "y=2", "z=3"]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert seen == [["a.yaml", "x=1", "y=2", "z=3"]]
+    seen: list[Any] = []
+    monkeypatch.setattr(train, "run_training", lambda *arguments, **options: seen.append((*arguments, options)))
+    words = ["train", "x=1", "--debug", "y=2", "a.yaml", "z=3", "--preset", "grpo", "--preset", "ppo", "--plain"]
+    assert entry.main(words) == 0
+    assert seen == [("a.yaml", ["x=1", "y=2", "z=3"], ["grpo", "ppo"], {"plain": True})]
 
 
-def test_model_get_prints_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model_dir: Path) -> None:
-    import signal
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert entry.main(["model", "get", str(tiny_model_dir)]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_model_get_prints_the_folder(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path) -> None:
+    assert entry.main(["model", "get", str(tiny_model_dir)]) == 0
     assert capsys.readouterr().out.strip() == str(tiny_model_dir)
+
+
+def test_the_page_about_the_commands_names_them_all_and_the_exit_codes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    for command in COMMANDS:
+        if command and not any(other[:-1] == command for other in COMMANDS):  # a group is named by its commands
+            assert f"`verl {' '.join(command)}`" in page
+    codes = {entry.EXIT_OK, entry.EXIT_FAILED, entry.EXIT_BAD_INPUT, entry.EXIT_INTERRUPTED, entry.EXIT_TERMINATED}
+    assert set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE))) == codes
+    assert all(f"{code} " in entry.EXAMPLES for code in codes)

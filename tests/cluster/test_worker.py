@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl.algorithms.aggregation import count_denominators
+from verl.algorithms.metric import Metric
 from verl.cluster.start import start_workers
 from verl.cluster.threads import available_cores, worker_environment, worker_threads
 from verl.cluster.worker import Worker, choose_device, limits_of
@@ -56,7 +57,7 @@ def batch() -> DataProto:
             **columns,
         },
         non_tensors={"uid": ["a", "a", "b", "b"]},
-        meta_info={"learning_rate": 1e-3, "fresh_weights": False},
+        meta_info={"learning_rate": 1e-3, "fresh_weights": False, "scheduled": {}},
     )
 
 
@@ -66,12 +67,12 @@ def ready(config: Config) -> Worker:
     return worker
 
 
-def train(worker: Worker, steps: int) -> list[dict[str, list[Any]]]:
+def train(worker: Worker, steps: int) -> list[dict[str, Metric]]:
     data = batch()
     denominators = count_denominators(data.batch["response_mask"], 6.0)
     return [
         {
-            name: metric.to_list()
+            name: metric.to_floats()
             for name, metric in {
                 **worker.update_critic(data, denominators),
                 **worker.update_actor(data, denominators),
@@ -136,7 +137,7 @@ def test_roles_that_the_algorithm_needs_and_no_others(tiny_model_dir: Path) -> N
         torch.bfloat16
     }
     assert ppo._critic.model.value_head.weight.dtype == torch.float32
-    assert not any(p.requires_grad for p in ppo._reference._policy.parameters())
+    assert not any(p.requires_grad for p in ppo._reference.policy.parameters())
 
 
 def test_a_fresh_reference_is_the_actor(tiny_model_dir: Path) -> None:
@@ -180,6 +181,13 @@ def test_cuda_without_a_gpu(tiny_model_dir: Path) -> None:
         choose_device(config)
     assert caught.value.fix == "set trainer.device=cpu"
     assert choose_device(config_of(tiny_model_dir, trainer={"device": "auto"})) == torch.device("cpu")
+
+
+def test_no_gpu_is_used_where_none_is_asked_for(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    none_asked = {"device": "auto", "n_gpus_per_node": 0}
+    assert choose_device(config_of(tiny_model_dir, trainer=none_asked)) == torch.device("cpu")
+    assert choose_device(config_of(tiny_model_dir, trainer={"device": "auto"})) == torch.device("cuda")
 
 
 @pytest.mark.parametrize("backend", ["inline", "ray"])

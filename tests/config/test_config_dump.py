@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl.config import LoadedConfig, build_config, dump_yaml, load_config
 from verl.config.interpolate import escape
 from verl.config.keys import leaves
+from verl.config.origins import Origin
+from verl.config.show import select, tree
+from verl.config.text import one_line
 from verl.errors import ConfigError
 
 BASE = ["data.train_files=[train.parquet]", "model.path=tiny"]
@@ -59,6 +63,28 @@ def test_any_configuration_survives_being_written(dump_folder, name, stop, gamma
         }
     )
     assert reload(dump_folder, config).config == config
+    # And what verl config show prints, origins and all.
+    loaded = LoadedConfig(config, [], dict.fromkeys(leaves(), Origin("file", "# a: 'b'", name)))
+    path = dump_folder / "shown.yaml"
+    path.write_text("\n".join(map("".join, tree(loaded, select(loaded, changed=True)))), encoding="utf-8")
+    assert load_config(path).config == config
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT | HARD,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT | HARD, inner),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+@example({"a": ["1e-6", "0x1f", "1_000", ".5", "=", "<<", "~", "", "é", "\ufeff", "\U0001f600", "\x7f", "- a", "a #b"]})
+@example([1e-07, 1e22, -0.0, 5e-324])
+def test_a_value_on_one_line_is_read_back_by_any_yaml_reader(value):
+    line = one_line(value)
+    assert "\n" not in line
+    assert yaml.safe_load(line) == value
+    assert yaml.safe_load(f"k: {line}  # comment") == {"k": value}
 
 
 @given(st.text())

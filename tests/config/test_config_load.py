@@ -138,6 +138,7 @@ def test_parts_of_a_free_mapping_can_be_set_alone(written):
         ("data.train_file=a", "data.train_files"),
         ("trainer.totl_epochs=1", "trainer.total_epochs"),
         ("critic.model.pth=x", "critic.model.path"),
+        ("actor_rollout_reff.rollout.n=4", "rollout.n"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(override, nearest_key):
@@ -169,7 +170,7 @@ def test_unknown_keys_in_a_file_at_any_depth(written):
         "rolout",
         "actor_rollout_ref.rollout.val_kwargs.temp",
     ):
-        assert f"unknown key {name} (in {path})" in text
+        assert f"unknown key {name} (in {path}:" in text
     assert "did you mean rollout.n?" in text and "did you mean rollout.val_kwargs.temperature?" in text
 
 

@@ -92,12 +92,6 @@ def test_accumulation_has_no_meaning_with_dynamic_batching():
     assert error.what.startswith("actor.gradient_accumulation has no meaning with dynamic batching")
 
 
-def test_micro_batch_size_and_dynamic_batching_exclude_each_other():
-    error = refused("actor.ppo_micro_batch_size_per_gpu=4", "actor.use_dynamic_bsz=true")
-    assert "actor.ppo_micro_batch_size_per_gpu (responses) and actor.use_dynamic_bsz=true" in error.what
-    assert error.fix.startswith("remove actor.ppo_micro_batch_size_per_gpu")
-
-
 def test_static_batching_needs_a_size():
     text = str(refused("actor.use_dynamic_bsz=false", "algorithm.adv_estimator=grpo"))
     assert "actor.use_dynamic_bsz=false needs a micro-batch size" in text

@@ -98,19 +98,8 @@ def test_a_published_script_loads_as_it_is():
     assert (config.actor.clip_low, config.actor.clip_high, config.actor.clip_ratio_c) == (0.2, 0.28, 10.0)
     assert config.actor.optim.lr_warmup_steps == 10
     assert config.rollout.name == "embedded" and config.rollout.n == 5
-    assert config.trainer.logger == ["console", "wandb"]
+    assert config.trainer.logger == ["console"]
     assert config.reference_batch() == (None, 24000)
-
-
-def test_each_key_without_meaning_is_named_once():
-    notices = load_config(None, [*SCRIPT, "trainer.logger=[console]"]).notices
-    foreign = [word.partition("=")[0].lstrip("+") for word in SCRIPT]
-    foreign = [key for key in foreign if key.removeprefix("actor_rollout_ref.") not in leaves()]
-    assert len(foreign) > 60
-    listed = [key for notice in notices if notice.startswith("no meaning here: ")
-              for key in notice.removeprefix("no meaning here: ").partition(" (")[0].split(", ")]  # fmt: skip
-    assert sorted(listed) == sorted(foreign)
-    assert sum("rollout.name=vllm" in notice for notice in notices) == 1
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
@@ -205,12 +194,8 @@ def test_an_older_micro_batch_size_that_does_not_fit(overrides, complaint, value
         ("training.fp16.enabled=true", "fp16 training is not supported yet"),
         ("training.optimizer.type=SGD", "AdamW is the only optimizer"),
         ("actor_rollout_ref.model.lora_rank=32", "LoRA is not supported yet"),
-        ("algorithm.filter_groups.enable=True", "group filtering is not supported yet"),
-        ("algorithm.rollout_correction.rollout_is=token", "rollout correction is not supported yet"),
         ("reward_model.enable=True", "reward models are not supported yet"),
         ("reward_model.reward_manager=prime", "this reward manager is not supported yet"),
-        ("reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "the overlong penalty is not supported yet"),
-        ("reward.overlong_buffer.enable=True", "the overlong penalty is not supported yet"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollout is not supported yet"),
         ("rollout.repetition_penalty=1.1", "the model's own distribution"),
         ("rollout.min_p=0.1", "the model's own distribution"),
@@ -235,15 +220,9 @@ def test_what_is_not_built_is_refused_not_dropped(override, complaint):
         "training.optimizer.type=AdamW",
         "model.lora_rank=0",
         "model.target_modules=all-linear",
-        "algorithm.filter_groups.enable=False",
-        "algorithm.rollout_correction.rollout_is=null",
-        "algorithm.rollout_correction.rollout_is_threshold=2.0",
         "reward_model.enable=False",
         "reward_model.model.path=x",
         "reward_model.reward_manager=dapo",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.enable=False",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.len=4096",
-        "reward_model.reward_kwargs.max_resp_len=8192",
         "reward.reward_manager.name=naive",
         "rollout.multi_turn.enable=False",
         "rollout.mode=async",
@@ -251,7 +230,7 @@ def test_what_is_not_built_is_refused_not_dropped(override, complaint):
         "actor_rollout_ref.hybrid_engine=True",
         "actor.fsdp_config=null",
         "actor.checkpoint.save_contents=[model,optimizer]",
-        "data.num_workers=8",
+        "data.dataloader_num_workers=8",
         "data.trust_remote_code=True",
         "ray_kwargs.ray_init.num_cpus=8",
         "global_profiler.steps=null",
@@ -261,17 +240,18 @@ def test_what_asks_for_nothing_is_accepted_with_one_notice(override):
     loaded = load(override)
     assert loaded.config == load().config
     assert len(loaded.notices) == 1
-    assert loaded.notices[0].startswith(f"no meaning here: {override.partition('=')[0]} (")
+    key = override.partition("=")[0].removeprefix("actor_rollout_ref.")
+    assert loaded.notices[0].startswith(f"no meaning here: {key} (")
 
 
 def test_overlong_settings_need_nothing_else_while_off():
-    """B053: with the feature off or absent, no other field is required; a length alone changes nothing."""
-    assert load("reward.overlong_buffer.len=4").config == load().config
+    """B053: with the feature off or absent, no other field is required."""
+    assert not load("reward.overlong_buffer.len=4").config.reward.overlong_buffer.enable
 
 
 def test_the_tables_hide_none_of_our_keys():
-    patterns = [pattern for row in NO_MEANING for pattern in row.patterns] + [row.pattern for row in NOT_YET]
-    assert len(patterns) == len(set(patterns))
+    for patterns in ([p for row in NO_MEANING for p in row.patterns], [row.pattern for row in NOT_YET]):
+        assert len(patterns) == len(set(patterns))
     assert all(row.reason for row in NO_MEANING) and all(row.what and row.fix for row in NOT_YET)
     hidden = [key for key in leaves() if no_meaning(key) or not_yet(key)]
     assert hidden == []

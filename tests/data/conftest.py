@@ -13,6 +13,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from verl.config import DataConfig
+from verl.data.rows import BadRow, PromptRow
+from verl.data.sources import FileRows
+
 SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<u>": 3, "<a>": 4}
 # One id a word: w0 is 10, w1 is 11, ... Every message adds <u> and a closing </s>, the generation prompt adds <a>.
 VOCABULARY = {**SPECIALS, **{f"w{i}": 10 + i for i in range(50)}}
@@ -21,6 +25,14 @@ PLAIN_TEMPLATE = (
 )
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of converted files goes to a folder of the test's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("VERL_CACHE", str(folder))
+    return folder / "data"
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +83,20 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return writer
+
+
+@pytest.fixture(scope="session")
+def prompt_rows() -> Callable[..., list[PromptRow]]:
+    """``prompt_rows(files, **fields of DataConfig)``: every row, none of which may be bad."""
+
+    def read(files: Any, **fields: Any) -> list[PromptRow]:
+        files = [str(file) for file in files] if isinstance(files, list) else str(files)
+        source = FileRows(files, DataConfig(train_files="unused", **fields))
+        rows = source.read(0, len(source))
+        assert not any(isinstance(row, BadRow) for row in rows), rows
+        return rows  # type: ignore[return-value]
+
+    return read
 
 
 @pytest.fixture(scope="session")

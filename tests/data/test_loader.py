@@ -9,14 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.loader import PromptDataset, PromptLoader, epoch_order, iterate_once
+from verl.data.dataset import PromptDataset
+from verl.data.loader import PromptLoader, iterate_once
 from verl.data.rows import PromptRow
+from verl.data.samplers import EpochSampler, epoch_order
 from verl.errors import DataError
 
 
 def dataset_of(size: int, salt: str = "") -> PromptDataset:
     rows = [PromptRow(f"p{salt}{i}", "src", str(i), {"index": i}, i) for i in range(size)]
-    return PromptDataset(rows, [[i, i + 1] for i in range(size)])
+    return PromptDataset.of(rows, [[i, i + 1] for i in range(size)])
+
+
+def loader_of(
+    dataset: PromptDataset, batch_size: int, shuffle: bool = True, seed: int = 1, drop_last: bool = True
+) -> PromptLoader:
+    return PromptLoader(dataset, batch_size, EpochSampler(len(dataset), seed, shuffle), drop_last)
 
 
 def drawn(loader: PromptLoader, batches: int) -> list[list[int]]:
@@ -28,11 +36,11 @@ def uids(loader: PromptLoader, batches: int) -> list[str]:
 
 
 def test_columns_of_a_batch():
-    batch = PromptLoader(dataset_of(3), 2, shuffle=False).next_batch()
+    batch = loader_of(dataset_of(3), 2, shuffle=False).next_batch()
     assert len(batch) == 2 and not list(batch.batch.keys())
     columns = batch.non_tensor_batch
     assert set(columns) == {
-        "uid", "prompt_ids", "raw_prompt", "data_source", "ground_truth", "extra_info", "row_index",
+        "uid", "prompt_ids", "raw_prompt", "data_source", "ground_truth", "extra_info", "row_index", "columns",
     }  # fmt: skip
     assert columns["uid"].tolist() == ["train:0:src:0", "train:1:src:1"]
     # Equal lengths must not be stacked into a matrix.
@@ -42,7 +50,7 @@ def test_columns_of_a_batch():
 
 def test_what_happens_to_a_batch_does_not_reach_the_dataset():
     dataset = dataset_of(2)
-    batch = PromptLoader(dataset, 2, shuffle=False).next_batch()
+    batch = loader_of(dataset, 2, shuffle=False).next_batch()
     batch.non_tensor_batch["prompt_ids"][0].append(99)
     batch.non_tensor_batch["extra_info"][0]["x"] = 1
     assert dataset.prompt_ids[0] == [0, 1] and dataset.rows[0].extra_info == {"index": 0}
@@ -50,7 +58,7 @@ def test_what_happens_to_a_batch_does_not_reach_the_dataset():
 
 @pytest.mark.parametrize(("drop_last", "sizes", "steps"), [(True, [2, 2], 2), (False, [2, 2, 1], 3)])
 def test_five_prompts_in_batches_of_two(drop_last, sizes, steps):
-    loader = PromptLoader(dataset_of(5), 2, drop_last=drop_last, seed=3)
+    loader = loader_of(dataset_of(5), 2, drop_last=drop_last, seed=3)
     assert loader.steps_per_epoch == steps
     epoch = drawn(loader, steps)
     assert [len(batch) for batch in epoch] == sizes
@@ -63,13 +71,13 @@ def test_five_prompts_in_batches_of_two(drop_last, sizes, steps):
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_dataset_smaller_than_a_batch_is_refused(drop_last):
     with pytest.raises(DataError, match=r"3 prompts, data\.train_batch_size=4"):
-        PromptLoader(dataset_of(3), 4, drop_last=drop_last)
+        loader_of(dataset_of(3), 4, drop_last=drop_last)
 
 
 def test_batch_size_equal_to_the_dataset_and_refused_sizes():
-    assert PromptLoader(dataset_of(4), 4).steps_per_epoch == 1
+    assert loader_of(dataset_of(4), 4).steps_per_epoch == 1
     with pytest.raises(DataError):
-        PromptLoader(dataset_of(4), 0)
+        loader_of(dataset_of(4), 0)
     with pytest.raises(DataError):
         list(iterate_once(dataset_of(4), -1))
 
@@ -104,17 +112,17 @@ def test_first_places_are_uniform():
 
 
 def test_without_shuffle_the_order_of_the_files():
-    assert drawn(PromptLoader(dataset_of(4), 2, shuffle=False), 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert drawn(loader_of(dataset_of(4), 2, shuffle=False), 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
 def test_draws_number_the_stream_and_uids_never_repeat():
-    names = uids(PromptLoader(dataset_of(4), 2), 6)
+    names = uids(loader_of(dataset_of(4), 2), 6)
     assert [int(name.split(":")[1]) for name in names] == list(range(12)) and len(set(names)) == 12
 
 
 def test_the_same_prompt_twice_in_a_batch_is_two_groups():
     rows = [PromptRow("same", "s", "1", {"index": 0, "uid": "x"}, i, {"uid": "x"}) for i in range(2)]
-    batch = PromptLoader(PromptDataset(rows, [[1], [1]]), 2).next_batch()
+    batch = loader_of(PromptDataset.of(rows, [[1], [1]]), 2).next_batch()
     assert len(set(batch.non_tensor_batch["uid"])) == 2
 
 
@@ -122,11 +130,11 @@ def test_the_same_prompt_twice_in_a_batch_is_two_groups():
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("rows", [4, 5])
 def test_killed_and_resumed_sees_the_uninterrupted_sequence(killed_after, drop_last, rows):
-    whole = uids(PromptLoader(dataset_of(rows), 2, drop_last=drop_last, seed=11), 9)
-    first = PromptLoader(dataset_of(rows), 2, drop_last=drop_last, seed=11)
+    whole = uids(loader_of(dataset_of(rows), 2, drop_last=drop_last, seed=11), 9)
+    first = loader_of(dataset_of(rows), 2, drop_last=drop_last, seed=11)
     before = uids(first, killed_after)
     state = json.loads(json.dumps(first.state_dict()))
-    second = PromptLoader(dataset_of(rows), 2, drop_last=drop_last, seed=11)
+    second = loader_of(dataset_of(rows), 2, drop_last=drop_last, seed=11)
     second.load_state_dict(state)
     assert second.epoch == first.epoch
     assert before + uids(second, 9 - killed_after) == whole
@@ -134,10 +142,10 @@ def test_killed_and_resumed_sees_the_uninterrupted_sequence(killed_after, drop_l
 
 def test_resume_exactly_at_the_end_of_an_epoch():
     # 4 prompts, batch 2, 2 epochs, saved at step 2: exactly steps 3 and 4 are left, and they are another order.
-    whole = drawn(PromptLoader(dataset_of(4), 2, seed=2), 4)
-    first = PromptLoader(dataset_of(4), 2, seed=2)
+    whole = drawn(loader_of(dataset_of(4), 2, seed=2), 4)
+    first = loader_of(dataset_of(4), 2, seed=2)
     drawn(first, 2)
-    second = PromptLoader(dataset_of(4), 2, seed=2)
+    second = loader_of(dataset_of(4), 2, seed=2)
     second.load_state_dict(first.state_dict())
     rest = drawn(second, 2)
     assert rest == whole[2:] and sorted(chain(*rest)) == [0, 1, 2, 3]
@@ -156,12 +164,12 @@ def test_any_number_of_stops_changes_nothing(rows, batch, seed, drop_last, shuff
     batch = min(batch, rows)
     options = {"batch_size": batch, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
     dataset = dataset_of(rows)
-    whole = uids(PromptLoader(dataset, **options), sum(stops) + 3)
-    loader, seen = PromptLoader(dataset, **options), []
+    whole = uids(loader_of(dataset, **options), sum(stops) + 3)
+    loader, seen = loader_of(dataset, **options), []
     for steps in stops:
         seen += uids(loader, steps)
         state = json.loads(json.dumps(loader.state_dict()))
-        loader = PromptLoader(dataset, **options)
+        loader = loader_of(dataset, **options)
         loader.load_state_dict(state)
     assert seen + uids(loader, 3) == whole
 
@@ -170,26 +178,26 @@ def test_any_number_of_stops_changes_nothing(rows, batch, seed, drop_last, shuff
 @given(rows=st.integers(1, 20), batch=st.integers(1, 20), epochs=st.integers(1, 3), drop_last=st.booleans())
 def test_each_epoch_draws_each_row_at_most_once(rows, batch, epochs, drop_last):
     batch = min(batch, rows)
-    loader = PromptLoader(dataset_of(rows), batch, drop_last=drop_last)
+    loader = loader_of(dataset_of(rows), batch, drop_last=drop_last)
     for _ in range(epochs):
         flat = list(chain(*drawn(loader, loader.steps_per_epoch)))
         assert len(flat) == len(set(flat)) == (rows - rows % batch if drop_last else rows)
 
 
 def test_another_dataset_is_refused_on_resume():
-    state = PromptLoader(dataset_of(4), 2).state_dict()
+    state = loader_of(dataset_of(4), 2).state_dict()
     for other in (dataset_of(5), dataset_of(4, salt="x")):
         with pytest.raises(DataError, match="not the data that the checkpoint"):
-            PromptLoader(other, 2).load_state_dict(state)
+            loader_of(other, 2).load_state_dict(state)
     with pytest.raises(DataError, match=r"data\.seed"):
-        PromptLoader(dataset_of(4), 2, seed=5).load_state_dict(state)
+        loader_of(dataset_of(4), 2, seed=5).load_state_dict(state)
     with pytest.raises(DataError, match=r"data\.shuffle"):
-        PromptLoader(dataset_of(4), 2, shuffle=False).load_state_dict(state)
+        loader_of(dataset_of(4), 2, shuffle=False).load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", [{"position": 9}, {"epoch": -1}, {"version": 99}])
 def test_a_damaged_state_is_refused(change):
-    loader = PromptLoader(dataset_of(4), 2)
+    loader = loader_of(dataset_of(4), 2)
     with pytest.raises(DataError):
         loader.load_state_dict({**loader.state_dict(), **change})
     with pytest.raises(DataError, match="draw"):
@@ -198,10 +206,10 @@ def test_a_damaged_state_is_refused(change):
 
 def test_the_hash_sees_prompt_truth_and_ids():
     rows = [PromptRow("p\ud835", "s", "1", {}, 0)]
-    base = PromptDataset(rows, [[1]]).content_hash
-    assert base != PromptDataset(rows, [[2]]).content_hash
-    assert base != PromptDataset([PromptRow("p\ud835", "s", "2", {}, 0)], [[1]]).content_hash
-    assert base == PromptDataset(list(rows), [[1]]).content_hash
+    base = PromptDataset.of(rows, [[1]]).content_hash
+    assert base != PromptDataset.of(rows, [[2]]).content_hash
+    assert base != PromptDataset.of([PromptRow("p\ud835", "s", "2", {}, 0)], [[1]]).content_hash
+    assert base == PromptDataset.of(list(rows), [[1]]).content_hash
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(2, [2, 2, 1]), (4, [4, 1]), (None, [5]), (9, [5])])

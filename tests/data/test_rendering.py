@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from verl.config import DataConfig
-from verl.data.loader import PromptDataset
-from verl.data.rendering import cut, one_bos, render, special_prefix, without_lone_surrogates
+from verl.data.dataset import PromptDataset
+from verl.data.rendering import cut, one_bos, special_prefix
+from verl.data.rendering import render as render_rows
 from verl.data.rows import PromptRow
 from verl.errors import DataError
 
 BOS_TEMPLATE = "{{ bos_token }} {% for m in messages %}<u> {{ m.content }} {% endfor %}<a>"
+
+
+def render(rows, tokenizer, template_kwargs=None) -> list[list[int]]:
+    ids, refused = render_rows(rows, tokenizer, template_kwargs)
+    assert not refused
+    return ids
 
 
 def row(prompt) -> PromptRow:
@@ -67,16 +74,18 @@ def test_prefix_is_what_the_tokenizer_adds(make_tokenizer):
 def test_chat_rows_without_template_are_one_clear_error(make_tokenizer):
     tokenizer = make_tokenizer(template=None)
     rows = [row(chat("w0")), row("w1"), row(chat("w2"))]
-    with pytest.raises(DataError, match=r"2 of 3 prompts .* no chat template") as caught:
+    with pytest.raises(DataError, match=r"chat messages \(f\.jsonl, line 1\), but .* no chat template") as caught:
         render(rows, tokenizer)
     assert "model.tokenizer_path" in str(caught.value)
     assert render([row("w1")], tokenizer) == [[11]]
 
 
-def test_a_template_that_refuses_names_the_row(make_tokenizer):
-    tokenizer = make_tokenizer(template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"(?s)f\.jsonl, line 1.*roles must alternate"):
-        render([row(chat("w0"))], tokenizer)
+def test_rows_that_the_template_refuses_or_that_have_no_token(make_tokenizer):
+    template = "{% if messages[0].content == 'bad' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    template += "{{ messages[0].content }}"
+    ids, refused = render_rows([row(chat("w0")), row(chat("bad")), row(chat(" "))], make_tokenizer(template=template))
+    assert ids == [[10], [], []]
+    assert refused == {1: "the chat template refuses it: roles must alternate", 2: "the prompt has no tokens"}
 
 
 def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(make_tokenizer):
@@ -87,9 +96,6 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template(make_tokeniz
 
 
 def test_lone_surrogates_become_the_replacement_character(make_tokenizer):
-    assert without_lone_surrogates("x\ud835y") == "x\ufffdy"
-    assert without_lone_surrogates("\ud83d\ude42") == "🙂"
-    assert without_lone_surrogates("中文") == "中文"
     assert render([row("w0 \ud835 w1")], make_tokenizer()) == [[10, 0, 11]]
 
 

@@ -64,6 +64,16 @@ def test_the_nearest_alias_is_named(name: str) -> None:
     assert "did you mean smollm2-135m?" in str(caught.value)
 
 
+def test_the_name_of_a_run_gets_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(ModelError, match="did you mean runs/first"):
+        resolve_model("first", SILENT)
+    with pytest.raises(ModelError) as caught:
+        resolve_model("", SILENT)
+    assert "did you mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["/nowhere/model", "xyzzy", "a/b/c", "", "../x", "./tiny-llama"])
 def test_no_such_model(name: str) -> None:
     with pytest.raises(ModelError, match=r"no such model|holds no model"):

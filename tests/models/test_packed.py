@@ -51,6 +51,14 @@ def test_shared_prompts() -> None:
     }
 
 
+@pytest.mark.parametrize("groups", [None, [0]])
+def test_b045_every_response_token_is_a_target_the_first_included(groups: list[int] | None) -> None:
+    """Prompt of two, response of three: exactly three terms, targets at positions 2, 3 and 4."""
+    packed = pack_rows([[8, 9]], [[5, 6, 7]], 3, groups)
+    assert packed.targets.tolist() == [5, 6, 7]
+    assert (packed.position_ids[packed.response_index] + 1).tolist() == [2, 3, 4]
+
+
 @pytest.mark.parametrize("groups", [None, [0, 0]])
 def test_an_empty_response_has_no_place(groups: list[int] | None) -> None:
     packed = pack_rows([[1, 2], [1, 2]], [[], [7]], 2, groups)

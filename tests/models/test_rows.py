@@ -10,7 +10,7 @@ from toy_models import random_lm
 from transformers.pytorch_utils import Conv1D
 
 from verl.models import rows
-from verl.models.rows import ALL_ROWS, BLOCK, IN_BLOCKS, RowRule, apply_row_rule, choose_row_rule, linear_rows
+from verl.models.rows import ALL_ROWS, BLOCK, IN_BLOCKS, PACKED, RowRule, apply_row_rule, choose_row_rule, linear_rows
 
 
 def test_padded() -> None:
@@ -77,6 +77,44 @@ def test_a_proven_rule_holds(family: str, dtype: torch.dtype) -> None:
         assert torch.equal(layer(x[8 : 8 + count]), whole[8 : 8 + count])
 
 
+needs_packing = pytest.mark.skipif(
+    not rows._can_pack([torch.zeros(1, dtype=torch.bfloat16)]), reason="oneDNN does not compute in bfloat16 here"
+)
+
+
+@needs_packing
+@pytest.mark.parametrize("conv", [False, True])
+def test_a_packed_weight_follows_its_parameter(conv: bool) -> None:
+    """In place, through ``.data``, and back: what is packed is never older than the parameter."""
+    layer = Conv1D(48, 24) if conv else nn.Linear(24, 48)
+    nn.init.normal_(layer.weight)
+    layer = nn.Sequential(layer.bfloat16())
+    apply_row_rule(layer, PACKED)
+    x, weight = torch.randn(296, 24).bfloat16(), layer[0].weight
+
+    def reference() -> Tensor:
+        matrix = (weight.T if conv else weight).detach()
+        return F.linear(x.double(), matrix.double(), layer[0].bias.detach().double())
+
+    def halved() -> None:
+        weight.data = weight.data * 0.5
+
+    for change in (lambda: None, lambda: weight.mul_(-2), halved, lambda: weight.copy_(torch.randn_like(weight))):
+        with torch.no_grad():
+            change()
+        torch.testing.assert_close(layer(x).double(), reference(), rtol=0.02, atol=0.1)
+
+
+@needs_packing
+def test_packed_gradients_are_those_of_a_linear_layer() -> None:
+    x, weight = torch.randn(136, 24).bfloat16().requires_grad_(), torch.randn(16, 24).bfloat16().requires_grad_()
+    factor = torch.randn(136, 16).bfloat16()
+    ours = torch.autograd.grad(linear_rows(x, weight, None, PACKED), (x, weight), factor)
+    plain = torch.autograd.grad(F.linear(x, weight), (x, weight), factor)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def noisy(changes: bool, in_blocks: bool) -> object:
     """A linear layer whose rows depend on how many there are: in calls of all rows, in calls of a block."""
 
@@ -90,9 +128,9 @@ def noisy(changes: bool, in_blocks: bool) -> object:
 @pytest.mark.parametrize(
     ("all_rows", "in_blocks", "expected"),
     [
-        (False, False, RowRule(8, None, True)),
-        (True, False, RowRule(BLOCK, BLOCK, True)),
-        (True, True, RowRule(8, None, False)),
+        (False, False, RowRule(8, None, proven=True)),
+        (True, False, RowRule(BLOCK, BLOCK, proven=True)),
+        (True, True, RowRule(8, None)),
     ],
 )
 def test_the_probe_tells(all_rows: bool, in_blocks: bool, expected: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,6 +155,20 @@ def test_b082_slice_and_item() -> None:
     assert isinstance(item, DataProtoItem)
     assert item.batch["x"].tolist() == [1, 10] and item.non_tensor_batch == {"name": "1"} and item.meta_info == {"a": 1}
     assert [item.non_tensor_batch["name"] for item in data] == ["0", "1", "2", "3"]
+
+
+def test_b083_empty_and_tensorless_batches_cross_whole() -> None:
+    """Object columns only, no rows, nothing at all: by pickle and by file."""
+    objects = DataProto.from_dict(non_tensors={"a": [1, None, [2]]}, meta_info={"m": 1})
+    no_rows = DataProto.from_dict({"x": torch.zeros(0, 3)}, {"a": []})
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (data, count) in enumerate([(objects, 3), (no_rows, 0), (DataProto(), 0)]):
+            path = Path(folder) / str(number)
+            data.save_to_disk(path)
+            for received in (pickle.loads(pickle.dumps(data)), DataProto.load_from_disk(path)):
+                assert received.equal(data) and len(received) == count
+                assert set(received.tensors) == set(data.tensors)
+    assert received.meta_info == {}
 
 
 def test_b084_mismatched_keys_in_concat() -> None:

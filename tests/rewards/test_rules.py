@@ -13,19 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.rules import (
-    RULES,
-    boxed,
-    by_source,
-    exact_match,
-    gsm8k,
-    last_boxed,
-    number,
-    reasoning_gym,
-    rule_named,
-)
+from verl.rewards import rules
+from verl.rewards.rules import RULES, by_source, last_boxed, rule_named
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
+
+def scores_of(rule):
+    return lambda *arguments, **options: rule(*arguments, **options)["score"]
+
+
+gsm8k, number, exact_match, boxed, reasoning_gym = (
+    scores_of(getattr(rules, name)) for name in ("gsm8k", "number", "exact_match", "boxed", "reasoning_gym")
+)
 GSM8K_TEST = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
 
 
@@ -186,7 +185,7 @@ def test_reasoning_gym_rows_without_their_problem():
 
 
 def test_the_rule_of_a_source():
-    assert by_source("openai/gsm8k") is gsm8k and by_source("reasoning_gym/chain_sum") is reasoning_gym
+    assert by_source("openai/gsm8k") is rules.gsm8k and by_source("reasoning_gym/chain_sum") is rules.reasoning_gym
     with pytest.raises(RewardError) as caught:
         by_source("my/data")
     text = str(caught.value)
@@ -194,7 +193,7 @@ def test_the_rule_of_a_source():
 
 
 def test_a_misspelled_rule():
-    assert rule_named("boxed") is boxed
+    assert rule_named("boxed") is rules.boxed
     with pytest.raises(RewardError, match=re.escape("did you mean exact_match?")):
         rule_named("exact_matches")
 
@@ -213,3 +212,24 @@ def test_number_is_the_last_one(response: str, truth: str, score: int) -> None:
 def test_number_needs_a_number_as_truth() -> None:
     with pytest.raises(RewardError, match="not a number"):
         number("18", "eighteen")
+
+
+@pytest.mark.parametrize(
+    ("rule", "response", "answer"),
+    [
+        (rules.gsm8k, "#### $1,234.00", "1234"), (rules.gsm8k, "#### 0.5", "1/2"), (rules.gsm8k, "1234", None),
+        (rules.number, "so 12 or 13.", "13"), (rules.number, "none", None),
+        (rules.boxed, r"\boxed{\dfrac{1}{2}}", "1/2"), (rules.boxed, r"\boxed{0.50}", "1/2"),
+        (rules.boxed, r"\boxed{x = 3}", "x=3"), (rules.boxed, "3", None),
+        (rules.exact_match, " New\u00a0 York", "new york"), (rules.exact_match, " ", None),
+        (rules.exact_match, "x" * 200, "x" * 200), (rules.exact_match, "x" * 201, None),
+        (rules.boxed, r"\boxed{}", None),
+    ],
+)  # fmt: skip
+def test_the_answer_that_was_read_has_one_spelling(rule, response, answer):
+    assert rule(response, "7", {})["pred"] == answer
+
+
+def test_the_answer_to_a_reasoning_gym_problem():
+    assert rules.reasoning_gym("so <answer> 4 </answer>", "3", ENTRY) == {"score": 0.0, "pred": "4"}
+    assert rules.reasoning_gym("", "3", ENTRY)["pred"] is None

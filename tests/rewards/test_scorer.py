@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.config import RewardConfig
+from verl.data.rows import PromptRow
 from verl.errors import DataError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.results import check_result
@@ -253,12 +254,16 @@ def test_rules_by_name_and_by_source():
         RuleScorer(RewardConfig()).score(batch)
 
 
+def rows_of(*sources: str, **columns) -> list[PromptRow]:
+    return [PromptRow("p", source, "t", {"split": "x"}, i, columns) for i, source in enumerate(sources)]
+
+
 def test_sources_are_checked_before_the_run(scorer_of):
     with pytest.raises(RewardError, match="my/data"):
-        RuleScorer(RewardConfig()).check_sources(["openai/gsm8k", "my/data"])
-    RuleScorer(RewardConfig()).check_sources(["openai/gsm8k", "reasoning_gym/chain_sum"])
-    RuleScorer(RewardConfig(rule="exact_match")).check_sources(["my/data"])
-    scorer_of(EVAL).check_sources(["my/data"])
+        RuleScorer(RewardConfig()).check_rows(rows_of("openai/gsm8k", "my/data"))
+    RuleScorer(RewardConfig()).check_rows(rows_of("openai/gsm8k", "reasoning_gym/chain_sum"))
+    RuleScorer(RewardConfig(rule="exact_match")).check_rows(rows_of("my/data"))
+    scorer_of(EVAL).check_rows(rows_of("my/data"))
 
 
 def test_reward_kwargs_of_rules():
@@ -267,7 +272,7 @@ def test_reward_kwargs_of_rules():
     with pytest.raises(RewardError, match="exact_match does not take method"):
         RuleScorer(RewardConfig(rule="exact_match", reward_kwargs={"method": "strict"}))
     with pytest.raises(RewardError, match="does not take scale"):
-        RuleScorer(RewardConfig(reward_kwargs={"scale": 2})).check_sources(["openai/gsm8k"])
+        RuleScorer(RewardConfig(reward_kwargs={"scale": 2})).check_rows(rows_of("openai/gsm8k"))
 
 
 def test_a_truth_that_the_rule_cannot_use_is_a_failure_not_a_wrong_answer():

@@ -45,6 +45,7 @@ def made_up_metrics(step: int, total: int, rng: random.Random) -> dict[str, floa
         "timing_s/update_actor": update,
         "timing_s/step": gen + process + update + 0.4,
         "perf/throughput": 1500 + 100 * rng.random(),
+        "perf/total_num_tokens": 20_000.0 + step,
     }
 
 
@@ -104,7 +105,7 @@ def write_made_up_run(folder: Path, total: int = 40, validate_every: int = 10) -
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_run() -> Callable[..., RunDir]:
     """``make_run(folder, total=40, validate_every=10)``"""
     return write_made_up_run

@@ -65,6 +65,27 @@ def seconds() -> list[str]:
     return ["4.0s", "1.5s", "8.0s"]
 
 
+def test_a_narrow_terminal_gets_fewer_figures_and_no_broken_line() -> None:
+    out = io.StringIO()
+    tracker = ConsoleTracker(1000, Console(file=out, force_terminal=True, color_system=None, width=40))
+    tracker.log(1, METRICS)
+    head, line = out.getvalue().splitlines()
+    assert head.split() == ["step", "reward", "val", "ETA"] and len(head) == len(line) <= 40
+    piped, out = console()
+    piped.width = 40
+    ConsoleTracker(1000, piped).log(1, METRICS)
+    assert "entropy" in out.getvalue()
+
+
+def test_samples_of_a_validation_are_shown_and_those_of_training_are_not() -> None:
+    screen, out = console()
+    rows = [SampleRow("val", f"u{i}", 0, f"prompt {i}", "", i, float(i)) for i in range(9)]
+    ConsoleTracker(9, screen, samples=2).samples(3, "train", rows)
+    assert not out.getvalue()
+    ConsoleTracker(9, screen, samples=2).samples(3, "val", rows)
+    assert [i for i in range(9) if f"prompt {i}" in out.getvalue()] == [0, 8] and "→ (empty)" in out.getvalue()
+
+
 def test_the_header_comes_again() -> None:
     screen, out = console()
     tracker = ConsoleTracker(9, screen, header_every=3)
@@ -102,7 +123,9 @@ def test_colours_on_a_terminal_and_none_in_a_log() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0.0s"),
+        (0, "0.00s"),
+        (0.084, "0.08s"),
+        (0.996, "1.0s"),
         (8.34, "8.3s"),
         (59.96, "1m00s"),
         (245, "4m05s"),

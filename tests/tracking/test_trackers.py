@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -8,10 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from verl.errors import ConfigError
 from verl.run_dir import RunDir
-from verl.tracking.trackers import JsonlTracker, Tracker, build_tracker, check_loggers
+from verl.tracking.console import ConsoleTracker
+from verl.tracking.live import LiveTracker
+from verl.tracking.samples import SampleRow
+from verl.tracking.trackers import (
+    JsonlTracker,
+    MetricTracker,
+    Tracker,
+    TrackerContext,
+    build_tracker,
+    check_loggers,
+)
+from verl.trainer.timer import StepTimer
 
 
 @pytest.fixture
@@ -19,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run").create()
 
 
-class Recorder:
+class Recorder(MetricTracker):
     def __init__(self, fail_at: frozenset[int] = frozenset()) -> None:
         self.steps: list[int] = []
         self.fail_at = fail_at
@@ -69,7 +82,7 @@ def test_values_keep_their_bits(run: RunDir) -> None:
 
 
 def test_values_that_are_not_finite_are_null_and_noted_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    tracker = build_tracker([], run, 3)
+    tracker = build_tracker([], TrackerContext(run, 3))
     for step in (1, 2):
         tracker.log(step, {"actor/grad_norm": math.inf, "actor/entropy": 1.0, "text": "no number"})
     lines = [json.loads(line, parse_constant=pytest.fail) for line in run.metrics.read_text().splitlines()]
@@ -80,7 +93,7 @@ def test_values_that_are_not_finite_are_null_and_noted_once(run: RunDir, caplog:
 
 
 def test_numbers_of_other_libraries_are_taken(run: RunDir) -> None:
-    build_tracker([], run, 1).log(1, {"np": np.float32(0.5), "torch": torch.tensor(2.0), "int": 7})
+    build_tracker([], TrackerContext(run, 1)).log(1, {"np": np.float32(0.5), "torch": torch.tensor(2.0), "int": 7})
     record = json.loads(run.metrics.read_text())
     assert (record["np"], record["torch"], record["int"]) == (0.5, 2.0, 7)
 
@@ -117,7 +130,7 @@ def test_attempt_returns_the_result_or_none(run: RunDir) -> None:
 
 def test_a_full_disk_does_not_stop_training(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     run.metrics.mkdir()  # cannot be appended to
-    tracker = build_tracker([], run, 2)
+    tracker = build_tracker([], TrackerContext(run, 2))
     tracker.log(1, {"x": 1.0})
     tracker.log(2, {"x": 1.0})
     assert [event.subject for event in run.read_events()] == ["jsonl"]
@@ -125,8 +138,8 @@ def test_a_full_disk_does_not_stop_training(run: RunDir, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("name", "nearest"), [("tensorbord", "tensorboard"), ("consol", "console")])
 def test_an_unknown_logger_is_named_with_its_nearest(run: RunDir, name: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{nearest}'"):
-        build_tracker([name], run, 1)
+    with pytest.raises(ConfigError, match=f"did you mean {nearest}\\?"):
+        build_tracker([name], TrackerContext(run, 1))
 
 
 def test_a_logger_like_none_of_ours_lists_what_there_is() -> None:
@@ -137,11 +150,66 @@ def test_a_logger_like_none_of_ours_lists_what_there_is() -> None:
 
 def test_tensorboard_gets_the_same_names_and_a_resume_purges_later_steps(run: RunDir) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with build_tracker(["tensorboard"], run, 4) as tracker:
+    run.config.write_text("model:\n  path: </pre>tiny\n")
+    with build_tracker(["tensorboard"], TrackerContext(run, 4)) as tracker:
         for step in (1, 2, 3):
-            tracker.log(step, {"critic/score/mean": step / 10})
-    with build_tracker(["tensorboard"], run, 4, resumed_from=1) as tracker:
+            tracker.log(step, {"critic/score/mean": step / 10, "val-core/openai/gsm8k/acc/mean@1": 0.5})
+    with build_tracker(["tensorboard"], TrackerContext(run, 4, resumed_from=1)) as tracker:
         tracker.log(2, {"critic/score/mean": 0.9})
-    events = accumulator.EventAccumulator(str(run.tensorboard)).Reload()
+    events = accumulator.EventAccumulator(str(run.tensorboard), {"tensors": 0}).Reload()
+    assert events.Tags()["scalars"] == ["critic/score/mean", "val-core/openai/gsm8k/acc/mean@1"]
     values = {event.step: round(event.value, 4) for event in events.Scalars("critic/score/mean")}
     assert values == {1: 0.1, 2: 0.9}
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == "    model:\n      path: </pre>tiny\n"
+
+
+def test_tensorboard_samples_are_text_that_nothing_in_it_can_end(run: RunDir) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    row = SampleRow("val", "u", 0, "What is 1 + 1?", "```\n# 2", score=0.5)
+    with build_tracker(["tensorboard"], TrackerContext(run, 4)) as tracker:
+        tracker.samples(2, "train", [row])
+        tracker.samples(3, "val", [row, row])
+    events = accumulator.EventAccumulator(str(run.tensorboard), {"tensors": 0}).Reload()
+    (shown,) = events.Tensors("samples/1/text_summary")
+    assert shown.step == 3
+    lines = shown.tensor_proto.string_val[0].decode().splitlines()
+    assert lines == ["    What is 1 + 1?", "    ", "    ```", "    # 2", "    ", "    reward 0.5"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_console_is_live_on_a_terminal_and_plain_elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    for console, parts, kind in (
+        (Console(file=out, force_terminal=True), StepTimer(), LiveTracker),
+        (Console(file=out, force_terminal=True), None, ConsoleTracker),
+        (Console(file=out, force_terminal=True, force_interactive=False), StepTimer(), ConsoleTracker),
+        (Console(file=io.StringIO()), StepTimer(), ConsoleTracker),
+    ):
+        built = build_tracker(["console"], TrackerContext(run, 9, None, console, parts))
+        assert type(built._trackers["console"]) is kind
+    assert list(build_tracker([], TrackerContext(run, 9, None, console, parts))._trackers) == ["jsonl"]
+
+
+def test_a_live_display_lives_as_long_as_the_training(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    JsonlTracker(run).log(1, {"critic/score/mean": 0.125})  # of before a resume
+    out = Terminal()
+    console = Console(file=out, force_terminal=True, width=80)
+    context = TrackerContext(run, 9, 1, console, StepTimer(), samples=1)
+    with pytest.raises(ZeroDivisionError), build_tracker(["console"], context) as tracker:
+        tracker.samples(2, "train", [SampleRow("train", "u", 0, "p", "r", score=1.0)])
+        tracker.log(2, {"critic/score/mean": 0.25})
+        console.print("a notice")
+        assert "── " in out.getvalue() and "reward" in out.getvalue()
+        raise ZeroDivisionError
+    console.print("after")
+    left = out.getvalue().partition("stopped after step 2 of 9")[2]
+    assert "▁█" in left and left.endswith("after\n") and "\x1b[A" not in left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from verl.models.loading import load_tokenizer
 from verl.protocol import DataProto
 from verl.rollout.protocol import Request, Result
 from verl.rollout.seeds import slot_seed
-from verl.trainer.evaluation import evaluate, validation_metrics
+from verl.trainer.evaluation import evaluate
 from verl.trainer.sampling import WIDTH_BUCKET, Sampler
 
 
@@ -79,6 +80,23 @@ def test_assemble_pads_left_and_right_and_keeps_rows_together(sampler: Sampler) 
     assert batch.batch["rollout_log_probs"].dtype == torch.float32  # B047: never bf16
 
 
+def test_b005_b006_masks_are_of_the_engines_lengths_whatever_the_ids(sampler: Sampler) -> None:
+    """Neither the end token's id nor the padding's says where a response ends; lengths 3, 3, 8 (cut) and 1."""
+    drawn, pad, eos = prompts("a"), sampler.tokenizer.pad_token_id, sampler.tokenizer.eos_token_id
+    sampler = replace(sampler, plan=SamplingPlan(n=5, temperature=1.0, top_p=1.0, top_k=-1))
+    kept = [[5, 6, 7], [5, 6, eos], [5, 6, 7, 8, 9, 10, 11, 12], [eos], [5, pad, eos, pad]]
+    results = [
+        replace(result(request, "x" * len(ids)), response_ids=np.array(ids, np.int32))
+        for request, ids in zip(sampler.requests(drawn), kept, strict=True)
+    ]
+    batch = sampler.assemble(drawn, results)
+    width = batch.batch["prompts"].shape[1]
+    expected = [[column < len(ids) for column in range(8)] for ids in kept]
+    assert batch.batch["response_mask"].tolist() == expected
+    assert batch.batch["attention_mask"][:, width:].bool().tolist() == expected
+    assert [row[: len(ids)] for row, ids in zip(batch.batch["responses"].tolist(), kept, strict=True)] == kept
+
+
 def test_the_text_for_the_reward_ends_before_the_stop_string(sampler: Sampler) -> None:
     drawn = prompts("a")
     requests = sampler.requests(drawn)
@@ -139,23 +157,3 @@ def test_b086_validation_has_its_own_number_of_responses(tmp_path: Path, tiny_mo
     (drawn,) = iterate_once(dataset, None)
     requests = sampler.requests(drawn)
     assert len(requests) == 6 and len(sampler.assemble(drawn, [result(r, "x") for r in requests])) == 6
-
-
-def test_validation_metrics_by_hand() -> None:
-    rows: list[tuple[str, str, float | None, float | None]] = [
-        ("math", "a", 1.0, 1.0),
-        ("math", "a", 0.0, 0.0),
-        ("math", "b", 0.5, 0.0),
-        ("math", "b", None, None),  # could not be scored: nowhere counted
-        ("code", "c", -1.0, None),
-        ("code", "c", -2.0, None),
-    ]
-    assert validation_metrics(rows, 2) == {
-        "val-core/math/reward/mean@2": 0.5,
-        "val-core/math/reward/best@2": 0.75,
-        "val-core/math/acc/mean@2": pytest.approx(1 / 3),
-        "val-core/math/acc/best@2": 0.5,
-        "val-core/code/reward/mean@2": -1.5,
-        "val-core/code/reward/best@2": -1.0,
-    }
-    assert validation_metrics([("math", "a", None, None)], 1) == {}

@@ -117,6 +117,48 @@ def test_what_a_run_leaves(grpo: tuple[Path, str]) -> None:
     assert not [path for path in files if path.suffix in (".pkl", ".pt", ".pth", ".bin") or b"\x80\x04" in head(path)]
 
 
+# The field's names, of everything that a synchronous run with the embedded engine has: {a,b} stands for each.
+EVERY_STEP = """
+actor/{entropy,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,grad_norm,lr}
+critic/{score,rewards,advantages,returns}/SPREAD response_length/SPREAD prompt_length/SPREAD
+{response_length,prompt_length}/clip_ratio
+timing_s/{gen,reward,old_log_prob,adv,update_actor,update_weights,step} timing_per_token_ms/{gen,adv,update_actor}
+perf/{total_num_tokens,time_per_step,throughput,max_memory_gb}
+training/{global_step,epoch,frac_reward_zero_std} training/rollout_probs_diff_{mean,max,std}
+"""
+WITH_A_CRITIC_AND_A_REFERENCE = """
+actor/{reward_kl_penalty,reward_kl_penalty_coeff} timing_s/{ref,values,update_critic} critic/values/SPREAD
+timing_per_token_ms/{ref,values,update_critic} critic/{vf_loss,vf_clipfrac,vpred_mean,vf_explained_var,grad_norm,lr}
+"""
+VALIDATED = "timing_s/testing val-core/tiny/vowels/reward/{mean@4,best@4}"
+
+
+def expanded(names: str) -> set[str]:
+    found = names.replace("SPREAD", "{mean,max,min}").split()
+    while any("{" in name for name in found):
+        parts = [re.fullmatch(r"([^{]*){([^}]*)}(.*)", name) or (name, name, "", "") for name in found]
+        found = [f"{part[1]}{choice}{part[3]}" for part in parts for choice in part[2].split(",")]
+    return set(found)
+
+
+def test_metrics_have_the_names_of_the_field(grpo: tuple[Path, str], ppo: tuple[Path, str]) -> None:
+    for folder, names in ((grpo[0], EVERY_STEP), (ppo[0], EVERY_STEP + WITH_A_CRITIC_AND_A_REFERENCE)):
+        zero, *lines = metric_lines(folder)
+        for line in lines:
+            assert expanded(names) <= line.keys(), (line["step"], sorted(expanded(names) - line.keys()))
+        assert all(expanded(VALIDATED) <= line.keys() for line in (zero, lines[14], lines[29]))
+        assert [line["step"] for line in lines if "timing_s/save_checkpoint" in line] == [
+            9,
+            17,
+            25,
+        ]  # told a step later
+        assert not any("timing_s/start" in line for line in lines)
+        tokens = [line["perf/total_num_tokens"] for line in lines]
+        rate = [line["timing_per_token_ms/update_actor"] * count for line, count in zip(lines, tokens, strict=True)]
+        assert rate == pytest.approx([1000 * line["timing_s/update_actor"] for line in lines])
+        assert all(0.1 < line["perf/max_memory_gb"] < 64 for line in lines)
+
+
 def head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(2)

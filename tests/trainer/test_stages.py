@@ -11,7 +11,6 @@ import pytest
 import torch
 from stage_cases import column, hand_batch, stub_roles, tiny_config, updates, write_reward
 
-from verl.algorithms.kl import AdaptiveKLController
 from verl.algorithms.metric import reduce_metrics
 from verl.checkpoint.store import CheckpointStore
 from verl.cluster.roles import Roles
@@ -22,7 +21,7 @@ from verl.errors import VerlError
 from verl.models.loading import load_tokenizer
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
-from verl.trainer.loop import Trainer, due
+from verl.trainer.loop import TrainingLoop, due
 from verl.trainer.sampling import Sampler
 from verl.trainer.stages import process, rollout, update
 from verl.trainer.state import TrainerState
@@ -314,12 +313,12 @@ def test_rows_without_a_score_train_nothing(tmp_path: Path, tiny_model_dir: Path
 # --- loop ----------------------------------------------------------------------------------------------------------
 
 
-def trainer_of(config: Config, tmp_path: Path, total_steps: int = 10) -> Trainer:
+def trainer_of(config: Config, tmp_path: Path, total_steps: int = 10) -> TrainingLoop:
     tokenizer = load_tokenizer(config.model.path)
     loader = PromptLoader(PromptDataset.load(config.data.train_files, config.data, tokenizer), 4)
     sampler = Sampler(config.training_sampling, config, tokenizer)
     nothing: Any = None
-    return Trainer(
+    return TrainingLoop(
         config=config,
         total_steps=total_steps,
         roles=stub_roles(),
@@ -330,7 +329,7 @@ def trainer_of(config: Config, tmp_path: Path, total_steps: int = 10) -> Trainer
         run_dir=RunDir(tmp_path / "run"),
         store=CheckpointStore(tmp_path / "run" / "checkpoints"),
         tracker=nothing,
-        console=nothing,
+        timer=StepTimer(),
     )
 
 
@@ -339,24 +338,23 @@ def test_the_adaptive_coefficient_by_hand(config: Config, tmp_path: Path) -> Non
     control = {"type": "adaptive", "kl_coef": 0.01, "target_kl": 0.1, "horizon": 100}
     config = with_settings(config, algorithm={"use_kl_in_reward": True, "kl_ctrl": control})
     trainer = trainer_of(config, tmp_path)
-    controller = trainer.state.kl_controller
-    assert isinstance(controller, AdaptiveKLController)
+    coef = trainer.state.kl_coef.value(0, 5)
     roles = stub_roles(reference=column("ref_log_probs", [[-1.3, -2.3, 0.0, 0.0]] * 2))
-    batch, found = process(hand_batch([1.0, 0.0], [2, 2], n=2), roles, config, controller.coef, StepTimer())
-    trainer.adapt_kl(found, batch)
-    assert controller.coef == pytest.approx(0.01 * (1 + 0.2 * 2 / 100))
-    trainer.adapt_kl({}, batch)  # no KL this step: nothing moves
-    assert controller.coef == pytest.approx(0.01 * (1 + 0.2 * 2 / 100))
+    batch, found = process(hand_batch([1.0, 0.0], [2, 2], n=2), roles, config, coef, StepTimer())
+    trainer.state.observe(reduce_metrics(found), len(batch))
+    assert trainer.state.kl_coef.value(1, 5) == pytest.approx(0.01 * (1 + 0.2 * 2 / 100))
+    trainer.state.observe({}, len(batch))  # no KL this step: nothing moves
+    assert trainer.state.kl_coef.value(2, 5) == pytest.approx(0.01 * (1 + 0.2 * 2 / 100))
 
 
 def test_a_fixed_coefficient_stays(config: Config, tmp_path: Path) -> None:
     config = with_settings(config, algorithm={"use_kl_in_reward": True})
     trainer = trainer_of(config, tmp_path)
-    before = trainer.state.kl_controller.coef
+    before = trainer.state.kl_coef.value(0, 5)
     roles = stub_roles(reference=column("ref_log_probs", [[-9.0] * 4] * 2))
     batch, found = process(hand_batch([1.0, 0.0], [2, 2], n=2), roles, config, before, StepTimer())
-    trainer.adapt_kl(found, batch)
-    assert trainer.state.kl_controller.coef == before == config.algorithm.kl_ctrl.kl_coef
+    trainer.state.observe(reduce_metrics(found), len(batch))
+    assert trainer.state.kl_coef.value(1, 5) == before == config.algorithm.kl_ctrl.kl_coef
 
 
 def test_learning_rates_are_a_function_of_the_step(config: Config, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def make_batch(shape: Shape, garbage: float | None = None) -> DataProto:
             **columns,
         },
         non_tensors={"uid": [f"train:{group}:test:0" for group in uids]},
-        meta_info={"learning_rate": 0.0, "fresh_weights": True},
+        meta_info={"learning_rate": 0.0, "fresh_weights": True, "scheduled": {}},
     )
 
 

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) per token, the KL penalty in the reward, and its coefficient's controllers.
+"""Estimators of KL(policy || reference) per token, and the KL penalty in the reward.
 
 With ``d = log_probs - ref_log_probs`` at the sampled token:
 
@@ -8,18 +8,19 @@ With ``d = log_probs - ref_log_probs`` at the sampled token:
 | ``abs``                | abs(d)          | above KL       | of 2 TV(policy, reference)                           |
 | ``k2``, ``mse``        | d^2 / 2         | KL + O(d^3)    | of KL(policy, reference): the true one               |
 | ``k3``, ``low_var_kl`` | exp(-d) - 1 + d | KL, never < 0  | of KL(reference, policy): near the true one at d = 0 |
+| ``full``               | KL itself       | KL             | of KL(policy, reference): the true one, without noise |
 
-Expectations are over tokens sampled from the policy.
+Expectations are over tokens sampled from the policy. ``full`` sums over the whole vocabulary, from both models'
+logits (`verl.models.full_kl`), whatever token was sampled.
 Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). A trailing ``+`` keeps the value and
 takes k2's gradient (straight through), so every ``+`` form, ``k1+`` included, follows the true KL's gradient.
+``full+`` is ``full``: its gradient is the true one already.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,6 @@ from torch import Tensor
 from verl.algorithms.masking import masked_mean, require_same_shape, select
 from verl.algorithms.metric import Metric, mean_metric
 from verl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl.config.schema_run import KlControlConfig
 
 _EXP_LIMIT = 20.0
 
@@ -58,25 +56,41 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
     "low_var_kl": _k3,
 }
+FULL = "full"
 ZERO_GRADIENT_KINDS = frozenset({"k1", "kl"})  # refused as losses
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str) -> Tensor:
+def is_full(kind: str) -> bool:
+    """Whether an estimator needs both models' logits instead of log-probs."""
+    return kind.removesuffix("+") == FULL
+
+
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor | None, mask: Tensor, kind: str, full_kl: Tensor | None = None
+) -> Tensor:
     """Token estimates of the KL divergence, 0 at masked positions.
 
     Args:
         log_probs: (B, R), of the policy.
-        ref_log_probs: (B, R), of the reference; no gradient flows into it.
+        ref_log_probs: (B, R), of the reference; no gradient flows into it. ``full`` does without.
         mask: (B, R).
-        kind: a key of `KL_ESTIMATORS`, with an optional trailing ``+``.
+        kind: a key of `KL_ESTIMATORS`, or ``full``, with an optional trailing ``+``.
+        full_kl: (B, R), the divergence itself, for ``full``.
 
     Raises:
         ConfigError: an unknown kind.
+        ValueError: the column that the kind needs is missing.
     """
     base = kind.removesuffix("+")
-    if base not in KL_ESTIMATORS:
-        known = ", ".join(KL_ESTIMATORS)
+    if base not in KL_ESTIMATORS and base != FULL:
+        known = ", ".join([*KL_ESTIMATORS, FULL])
         raise ConfigError("unknown KL estimator", kind, f"use one of {known}, each also with a trailing +")
+    if base == FULL:
+        if full_kl is None:
+            raise ValueError("the KL over the whole vocabulary is asked for, but no full_kl was computed")
+        return select(full_kl, mask)
+    if ref_log_probs is None:
+        raise ValueError(f"the KL estimator {kind!r} is asked for, but no ref_log_probs were computed")
     d = select(log_probs, mask) - select(ref_log_probs, mask).detach()  # (B, R)
     estimate = KL_ESTIMATORS[base](d)
     if kind.endswith("+"):
@@ -116,93 +130,27 @@ class KLPenalty(NamedTuple):
 
 
 def apply_kl_penalty(
-    scores: Tensor, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, coef: float, kind: str
+    scores: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    mask: Tensor,
+    coef: float,
+    kind: str,
+    full_kl: Tensor | None = None,
 ) -> KLPenalty:
     """``token_level_rewards = scores - coef * KL`` per token (Ouyang et al. 2022, arXiv:2203.02155).
 
     Args:
         scores: (B, R), token_level_scores.
         log_probs: (B, R), of the policy that generated (old_log_probs).
-        ref_log_probs: (B, R).
+        ref_log_probs, full_kl: (B, R); see `kl_estimate` for which is needed.
         mask: (B, R).
         coef: this step's coefficient.
         kind: see `kl_estimate`; the ``+`` changes nothing here, since no gradient flows.
     """
-    require_same_shape(mask.shape, scores=scores, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    require_same_shape(mask.shape, scores=scores, log_probs=log_probs, ref_log_probs=ref_log_probs, full_kl=full_kl)
     with torch.no_grad():
-        kl = kl_estimate(log_probs, ref_log_probs, mask, kind)
+        kl = kl_estimate(log_probs, ref_log_probs, mask, kind, full_kl)
         rewards = select(scores, mask) - coef * kl
         sequence_kl = masked_mean(kl, mask, dim=-1)
     return KLPenalty(rewards, sequence_kl, mean_metric(sequence_kl, mask.bool().any(dim=-1)))
-
-
-class KLController(Protocol):
-    """Holds the coefficient of the KL penalty; stateful, checkpointed."""
-
-    coef: float
-
-    def update(self, kl: float, samples: int) -> None: ...
-    def state_dict(self) -> dict[str, float]: ...
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-@dataclass
-class FixedKLController:
-    """The coefficient never moves."""
-
-    coef: float
-
-    def update(self, kl: float, samples: int) -> None:
-        """Nothing to do: the coefficient is fixed."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        # The configured coefficient wins: a user who changed it and resumed meant it.
-        return None
-
-
-class AdaptiveKLController:
-    """Moves the coefficient towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
-
-    ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon`` after each step.
-
-    Args:
-        coef: start, above 0 (0 would stay 0).
-        target: the KL to hold, nats per token, above 0.
-        horizon: samples over which the coefficient can move by a fifth, above 0.
-
-    Raises:
-        ConfigError: one of them is not above 0.
-    """
-
-    def __init__(self, coef: float, target: float, horizon: float) -> None:
-        for name, value in (("kl_coef", coef), ("target_kl", target), ("horizon", horizon)):
-            if not value > 0:
-                raise ConfigError(f"algorithm.kl_ctrl.{name} must be above 0 for the adaptive controller", value)
-        self.coef, self.target, self.horizon = coef, target, horizon
-
-    def update(self, kl: float, samples: int) -> None:
-        """Tell the step's mean KL and its number of responses. A KL that is not finite moves nothing."""
-        if math.isfinite(kl):
-            error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-            # The floor matters above 4.5 horizons a step only, where the factor would go to 0 and below.
-            self.coef *= max(1.0 + error * samples / self.horizon, 0.1)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = float(state["coef"])
-
-
-def _fixed(config: KlControlConfig) -> KLController:
-    return FixedKLController(config.kl_coef)
-
-
-def _adaptive(config: KlControlConfig) -> KLController:
-    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
-
-
-KL_CONTROLLERS: dict[str, Callable[[KlControlConfig], KLController]] = {"fixed": _fixed, "adaptive": _adaptive}

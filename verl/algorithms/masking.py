@@ -6,8 +6,20 @@ arithmetic sees it, so garbage there (NaN and inf included) changes nothing and 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+_ELEMENTS_AT_ONCE = 2**19  # temporaries stay in the cache
+
+
+def row_blocks(shape: Sequence[int]) -> Iterator[slice]:
+    """Slices of rows of a (B, ...) tensor, each small enough for the cache; together all rows in order."""
+    rows = max(1, _ELEMENTS_AT_ONCE // max(math.prod(shape[1:]), 1))
+    return (slice(start, start + rows) for start in range(0, shape[0], rows))
 
 
 def select(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
@@ -23,6 +35,20 @@ def select(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     if x.shape != mask.shape:
         raise ValueError(f"mask of shape {tuple(mask.shape)} for values of shape {tuple(x.shape)}")
     return torch.where(mask.bool(), at_least_float32(x), fill)
+
+
+def zero_outside(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
+    """`select` for columns of the controller: no gradient, and in a third of the time, by masking bits.
+
+    Args:
+        x: float32 or float64, of a shape that broadcasts to the mask's.
+        mask: (B, R) bool.
+        out: where to put the result, possibly ``x`` itself; None: a new tensor.
+    """
+    integer = torch.int32 if x.dtype == torch.float32 else torch.int64
+    bits = mask.to(integer).neg_()  # all ones where true
+    place = bits if out is None else out.view(integer)
+    return torch.bitwise_and(x.view(integer), bits, out=place).view(x.dtype)
 
 
 def require_same_shape(expected: torch.Size, **tensors: Tensor | None) -> None:
@@ -53,30 +79,72 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance over the true positions, divided by n - 1 (``unbiased``) or by n. Fewer than two selected: 0."""
-    count = mask.bool().sum()
-    deviations = select(x, mask) - masked_mean(x, mask)
-    divisor = (count - 1 if unbiased else count).clamp(min=1)
-    return masked_sum(deviations.square(), mask) / divisor
+@dataclass
+class Moments:
+    """Count, mean and sum of squared deviations of a stream of numbers, in float64 (Chan et al. 1983)."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor) -> Moments:
+        """Of all values of a tensor."""
+        if not values.numel():
+            return cls()
+        mean = values.double().mean()
+        return cls(values.numel(), float(mean), float((values.double() - mean).square().sum()))
+
+    def add(self, other: Moments) -> None:
+        """Take in the numbers of another."""
+        total = self.count + other.count
+        if other.count:
+            delta = other.mean - self.mean
+            self.squares += other.squares + delta * delta * self.count * other.count / total
+            self.mean += delta * other.count / total
+            self.count = total
+
+    @property
+    def variance(self) -> float:
+        """Divided by n - 1; fewer than two numbers: 0."""
+        return self.squares / max(self.count - 1, 1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """``(x - mean) / sqrt(var + eps)`` over the true positions, 0 elsewhere.
+@torch.no_grad()
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, out: Tensor | None = None) -> Tensor:
+    """``(x - mean) / sqrt(var + eps)`` over the true positions, 0 elsewhere; no gradient flows.
 
     The variance divides by n - 1. Values without spread (one value, or all equal whatever their rounding noise)
-    give exactly 0 where the mean is shifted away. ``shift_mean=False`` keeps the mean: ``(x - mean)/std + mean``.
+    give exactly 0. Statistics are merged from blocks of rows, so that no temporary is as large as ``x``.
+
+    Args:
+        x: (B, ...), floating point.
+        mask: the same shape.
+        out: where to put the result, possibly ``x`` itself; None: a new tensor.
     """
     chosen = mask.bool()
-    clean = select(x, chosen)
-    count = chosen.sum()
-    mean = clean.sum(dim=-1).double().sum() / count.clamp(min=1)
-    deviations = select(clean - mean, chosen)
-    variance = torch.linalg.vector_norm(deviations, dim=-1).double().square().sum() / (count - 1).clamp(min=1)
+    if out is None:
+        out = torch.empty_like(at_least_float32(x))
+    moments, low, high = Moments(), math.inf, -math.inf
+    for block in row_blocks(x.shape):
+        trained = chosen[block]
+        clean = zero_outside(at_least_float32(x[block]), trained)
+        count = int(trained.count_nonzero())
+        if count:
+            mean = float(clean.sum(dim=-1).double().sum()) / count
+            deviations = zero_outside(clean - mean, trained)
+            squares = float(torch.linalg.vector_norm(deviations, dim=-1).double().square().sum())
+            moments.add(Moments(count, mean, squares))
+            lowest, highest = (mean + float(extreme) for extreme in torch.aminmax(deviations))
+            low, high = min(low, lowest), max(high, highest)
     # Not "size > noise": a NaN must show, not pass for a value without spread.
-    flat = _largest(deviations) <= 8 * torch.finfo(clean.dtype).eps * _largest(clean)
-    whitened = deviations * torch.where(flat, 0.0, torch.rsqrt(variance + eps))
-    return whitened if shift_mean else select(whitened + mean, chosen)
+    noise = 8 * torch.finfo(out.dtype).eps * max(abs(low), abs(high))
+    flat = max(high - moments.mean, moments.mean - low) <= noise
+    scale = 0.0 if flat else (moments.variance + eps) ** -0.5
+    for block in row_blocks(x.shape):
+        centered = torch.sub(x[block].to(out.dtype), moments.mean, out=out[block]).mul_(scale)
+        zero_outside(centered, chosen[block], out=centered)
+    return out
 
 
 def place_at_last(values: Tensor, mask: Tensor) -> Tensor:
@@ -103,11 +171,3 @@ def place_at_last(values: Tensor, mask: Tensor) -> Tensor:
 def count_nonfinite(x: Tensor, mask: Tensor) -> int:
     """How many true positions hold NaN or inf: what a step must be stopped for."""
     return int((~torch.isfinite(select(x, mask))).sum())
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Largest absolute value, 0 for an empty tensor."""
-    if not x.numel():
-        return torch.zeros((), dtype=x.dtype, device=x.device)
-    low, high = torch.aminmax(x.detach())
-    return torch.maximum(high, -low)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,18 +55,6 @@ class Metric:
     def to_floats(self) -> Metric:
         """The same metric without tensors: cheap to send to another process."""
         return Metric(float(self.numerator), float(self.denominator), self.reduce, float(self.skipped))
-
-    def to_list(self) -> list[Any]:
-        """JSON form: ``[numerator, denominator, reduce, skipped]``."""
-        plain = self.to_floats()
-        numerator = plain.numerator if plain.denominator else 0.0  # JSON has no infinity
-        return [numerator, plain.denominator, plain.reduce, plain.skipped]
-
-    @classmethod
-    def from_list(cls, form: list[Any]) -> Metric:
-        """The inverse of `to_list`."""
-        numerator, denominator, reduce, skipped = form
-        return cls(numerator if denominator else _IDENTITY[reduce], denominator, reduce, skipped)
 
 
 def merge(a: Metric, b: Metric) -> Metric:
@@ -169,6 +157,15 @@ def explained_variance_metrics(name: str, predictions: Tensor, targets: Tensor, 
     return {f"{name}#{part}": mean_metric(values, mask) for part, values in parts.items()}
 
 
+def effective_sample_size_metrics(name: str, weights: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Sums from which `reduce_metrics` forms Kish's effective sample size over the number of samples, as ``name``.
+
+    ``(sum w)^2 / (n sum w^2)``: 1 for equal weights, 1 / n where one weight is all. All weights 0: undefined, left out.
+    """
+    exact = weights.detach().double()
+    return {f"{name}#w": mean_metric(exact, mask), f"{name}#w2": mean_metric(exact.square(), mask)}
+
+
 def _sums(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     values, chosen, usable = _usable(values, mask)
     total = torch.where(usable, values, 0.0).sum(dtype=torch.float64)
@@ -217,7 +214,12 @@ def _explained_variance(parts: dict[str, float]) -> float:
     return 1.0 - _variance(parts["error"], parts["error2"]) / spread
 
 
+def _effective_sample_size(parts: dict[str, float]) -> float:
+    return parts["w"] ** 2 / parts["w2"] if parts["w2"] else math.nan
+
+
 _FORMULAS: dict[frozenset[str], Callable[[dict[str, float]], float]] = {
     frozenset({"x", "x2"}): _std,
+    frozenset({"w", "w2"}): _effective_sample_size,
     frozenset({"error", "error2", "target", "target2"}): _explained_variance,
 }

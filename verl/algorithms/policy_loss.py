@@ -1,161 +1,216 @@
-"""Policy losses: pure functions with one signature, the plain dict that names them, and the actor's whole loss.
+"""Policy losses: pure functions with one signature, and the plain dict that names them.
 
 A policy loss takes `LossInputs`, the actor's configuration (this step's scheduled values) and the denominators of the
 whole optimizer step. It returns one micro-batch's addend to the loss, and metrics still to be merged.
+
+In every formula A is the advantage and ``rho = pi / pi_old`` a token's ratio, its log held within [-20, 20]
+(`guarded`). Importance weights (`verl.algorithms.rollout_correction`) multiply the token losses. A user's own loss is
+a function like these in a Python file, named by ``actor.policy_loss.path`` and ``actor.policy_loss.name``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregation import Denominators, aggregate_loss, loss_metric
-from verl.algorithms.kl import check_kl_loss, kl_estimate
-from verl.algorithms.masking import require_same_shape, select
-from verl.algorithms.metric import Metric, mean_metric
+from verl.algorithms.aggregation import Denominators
+from verl.algorithms.covariance_losses import clip_cov, clip_cov_statistics, kl_cov, kl_cov_statistics
+from verl.algorithms.loss_inputs import (
+    LOG_RATIO_LIMIT,
+    LossFunction,
+    LossInputs,
+    LossResult,
+    PolicyLoss,
+    clipped_surrogate,
+    finished,
+    guarded,
+)
+from verl.algorithms.masking import select
+from verl.algorithms.metric import mean_metric
+from verl.algorithms.sequence_losses import geo_mean, gspo
+from verl.errors import ConfigError
+from verl.user_code import load_user_function
 
 if TYPE_CHECKING:
+    from verl.config.schema_losses import PolicyLossConfig
     from verl.config.schema_roles import ActorConfig
-
-LOG_RATIO_LIMIT = 20.0
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """One micro-batch as a policy loss sees it: (B, R) unless said otherwise, R free to differ between micro-batches.
-
-    Attributes:
-        log_probs: current ones, with gradient.
-        old_log_probs: of the trainer's weights at the start of this update.
-        advantages: finished column.
-        response_mask: bool, the trained tokens.
-        rollout_log_probs: of the engine that sampled.
-        ref_log_probs: of the reference.
-        entropy: per token, with gradient where it enters the loss.
-        group_ids: (B,) int.
-        importance_weights: detached; multiply the token losses. A weight of 0 rejects the token, which stays in the
-            denominators (clear its mask to take it out of them).
-        full_kl: per-token KL over the whole vocabulary.
-        draws: uniforms by slot and position.
-        statistics: what an entry's ``statistics`` computed over the whole mini-batch.
-
-    Raises:
-        ValueError: shapes that do not fit together.
-    """
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    response_mask: Tensor
-    rollout_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    group_ids: Tensor | None = None
-    importance_weights: Tensor | None = None
-    full_kl: Tensor | None = None
-    draws: Tensor | None = None
-    statistics: dict[str, Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        require_same_shape(
-            self.log_probs.shape,
-            old_log_probs=self.old_log_probs,
-            advantages=self.advantages,
-            response_mask=self.response_mask,
-            rollout_log_probs=self.rollout_log_probs,
-            ref_log_probs=self.ref_log_probs,
-            entropy=self.entropy,
-            importance_weights=self.importance_weights,
-            full_kl=self.full_kl,
-            draws=self.draws,
-        )
-        require_same_shape(self.log_probs.shape[:1], group_ids=self.group_ids)
-
-
-LossResult = tuple[Tensor, dict[str, Metric]]
-PolicyLoss = Callable[[LossInputs, "ActorConfig", Denominators], LossResult]
-
-
-def guarded_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)``, held at exp(-20) or exp(20) outside [-20, 20], with zero gradient there.
-
-    Inside, bit for bit the plain exp. NaN stays NaN: a broken log-prob must surface, not be clamped away.
-    """
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def vanilla(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with the dual clip (Ye et al. 2019,
     arXiv:1912.09729, eq. 5).
 
-    Per token, with ratio rho and advantage A: ``max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))``, and for
-    A < 0 never above ``-A c`` (``clip_ratio_c``, above 1). For A >= 0 c plays no part.
+    Per token ``max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))``, and for A < 0 never above ``-A c``
+    (``clip_ratio_c``, above 1). For A >= 0 c plays no part.
 
     Config: ``clip_low``, ``clip_high``, ``clip_ratio_c``, ``loss_agg_mode``.
-
-    Metrics: ``actor/pg_loss``; ``actor/pg_clipfrac``, share of tokens where the clipped term won (they have no
-    gradient); ``actor/pg_clipfrac_lower``, share where the dual clip won; ``actor/ppo_kl``, mean of
-    old_log_probs - log_probs, the k1 estimate of KL(old || current).
+    Metrics: `finished`'s; ``actor/pg_clipfrac``, share of tokens where the clipped term won (they have no gradient);
+    ``actor/pg_clipfrac_lower``, share where the dual clip won.
     """
-    mask = inputs.response_mask.bool()
-    advantages = select(inputs.advantages, mask)
-    log_ratio = select(inputs.log_probs, mask) - select(inputs.old_log_probs, mask)  # (B, R)
-    ratio = guarded_ratio(log_ratio)
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    pessimistic = torch.maximum(plain, clipped)
-    bound = -advantages * config.clip_ratio_c
-    negative = advantages < 0
-    token_loss = torch.where(negative, torch.minimum(pessimistic, bound), pessimistic)
-    if inputs.importance_weights is not None:
-        token_loss = token_loss * select(inputs.importance_weights, mask).detach()
+    token_loss, clipped, lower = _dual_clipped(inputs, config)
     mode = config.loss_agg_mode
-    loss = aggregate_loss(token_loss, mask, mode, denominators)
-    return loss, {
-        "actor/pg_loss": loss_metric(loss, mask, denominators),
-        "actor/pg_clipfrac": mean_metric((clipped > plain).double(), mask),
-        "actor/pg_clipfrac_lower": mean_metric((negative & (pessimistic > bound)).double(), mask),
-        "actor/ppo_kl": mean_metric(-log_ratio, mask),
-    }
+    return finished(token_loss, inputs, denominators, mode, pg_clipfrac=clipped, pg_clipfrac_lower=lower)
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"vanilla": vanilla}
+def decoupled(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
+    """Decoupled PPO (Hilton et al. 2022, arXiv:2110.00641, eq. 2): the proximal policy apart from the behaviour policy.
+
+    `vanilla` against the proximal policy (old_log_probs, recomputed by the trainer), each token times the detached
+    weight ``pi_old / pi_rollout`` (guarded). Where the engine's log-probs are the trainer's, the weights are 1.
+
+    Config and metrics: as `vanilla`; ``actor/behave_imp_weight``, mean of the weights.
+    """
+    rollout = inputs.require("rollout_log_probs", "decoupled")
+    mask = inputs.tokens.mask
+    weights = guarded(select(inputs.old_log_probs, mask) - select(rollout, mask)).exp().detach()
+    token_loss, clipped, lower = _dual_clipped(inputs, config)
+    loss, metrics = finished(
+        token_loss * weights,
+        inputs,
+        denominators,
+        config.loss_agg_mode,
+        pg_clipfrac=clipped,
+        pg_clipfrac_lower=lower,
+    )
+    return loss, metrics | {"actor/behave_imp_weight": mean_metric(weights, mask)}
 
 
-def actor_loss(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
-    """The actor's whole loss: policy loss - entropy_coeff * entropy + kl_loss_coef * KL, all aggregated alike.
+def cispo(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
+    """CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4): ``-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi``.
 
-    Config: ``policy_loss.loss_mode`` (a key of `POLICY_LOSSES`) and what it reads, ``entropy_coeff``, ``use_kl_loss``,
-    ``kl_loss_coef``, ``kl_loss_type``.
+    The weight is clipped, the gradient of no token is lost. (The paper leaves out the lower bound:
+    ``clip_ratio_low=1``.) Beyond the guard a token's loss is finite and has no gradient.
 
-    Metrics: the policy loss's; ``actor/entropy``, mean per trained token, whenever entropy is given;
-    ``actor/kl_loss``, the aggregated KL before its coefficient.
+    Config: ``clip_low``, ``clip_high``, ``loss_agg_mode``.
+    Metrics: `finished`'s; ``actor/pg_clipfrac``, share of tokens whose weight was clipped.
+    """
+    t = inputs.tokens
+    weight = t.ratio.detach().clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    outside = t.log_ratio.abs() > LOG_RATIO_LIMIT
+    log_probs = torch.where(outside, guarded(t.log_probs.detach()), t.log_probs)
+    token_loss = -weight * t.advantages * log_probs
+    return finished(token_loss, inputs, denominators, config.loss_agg_mode, pg_clipfrac=weight != t.ratio)
+
+
+def gpg(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
+    """The plain policy gradient, ``-A log pi`` (Williams 1992; Chu et al. 2025, arXiv:2504.02546, eq. 7).
+
+    Without a ratio, updates after the first of a batch are not corrected.
+
+    Config: ``loss_agg_mode``. Metrics: `finished`'s.
+    """
+    t = inputs.tokens
+    return finished(-t.advantages * t.log_probs, inputs, denominators, config.loss_agg_mode)
+
+
+def sapo(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
+    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347): ``-(4 / tau) sigmoid(tau (rho - 1)) A``.
+
+    A smooth gate in place of a clip: on-policy its gradient is the policy gradient's. tau is ``tau_pos`` for A > 0,
+    ``tau_neg`` otherwise.
+
+    Config: ``tau_pos``, ``tau_neg``, ``loss_agg_mode``. Metrics: `finished`'s.
+    """
+    t = inputs.tokens
+    tau = torch.full_like(t.ratio, config.tau_neg).masked_fill(t.advantages > 0, config.tau_pos)
+    gate = torch.sigmoid(tau * (t.ratio - 1.0)) * (4.0 / tau)
+    return finished(-gate * t.advantages, inputs, denominators, config.loss_agg_mode)
+
+
+def dppo_tv(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
+    """Divergence PPO by total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning").
+
+    ``-A rho``, and no loss and no gradient for a token that the update would move further from the behaviour policy
+    mu (rollout_log_probs; old_log_probs where there are none) while ``|pi - mu|`` of the sampled token is over
+    ``clip_high`` (A > 0) or ``clip_low`` (A < 0).
+
+    Config: ``clip_low``, ``clip_high``, ``loss_agg_mode``.
+    Metrics: `finished`'s; ``actor/pg_clipfrac``, share of tokens that were masked.
+    """
+    policy, behaviour = _behaviour(inputs)
+    return _divergence_masked(inputs, config, denominators, (policy.exp() - behaviour.exp()).abs())
+
+
+def dppo_kl(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:
+    """As `dppo_tv`, by the KL divergence of the two-way split (sampled token or another):
+    ``mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))``.
+    """
+    policy, behaviour = _behaviour(inputs)
+    mu, rest, rest_policy = behaviour.exp(), -torch.expm1(behaviour), -torch.expm1(policy)
+    divergence = mu * (behaviour - policy) + torch.xlogy(rest, rest) - torch.xlogy(rest, rest_policy)
+    return _divergence_masked(inputs, config, denominators, divergence)
+
+
+def _dual_clipped(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Token losses (B, R), where the clipped term won, and where the dual clip won."""
+    pessimistic, clipped = clipped_surrogate(inputs, config)
+    negative = inputs.tokens.advantages < 0
+    bound = -inputs.tokens.advantages * config.clip_ratio_c
+    token_loss = torch.where(negative, torch.minimum(pessimistic, bound), pessimistic)
+    return token_loss, clipped, negative & (pessimistic > bound)
+
+
+def _behaviour(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Log-probs of the policy and of the behaviour policy, detached, within [-1000, 0], in float64: (B, R)."""
+    behaviour = inputs.old_log_probs if inputs.rollout_log_probs is None else inputs.rollout_log_probs
+    columns = inputs.tokens.log_probs, select(behaviour, inputs.tokens.mask)
+    policy, mu = (column.detach().double().clamp(-1000.0, 0.0) for column in columns)
+    return policy, mu
+
+
+def _divergence_masked(
+    inputs: LossInputs, config: ActorConfig, denominators: Denominators, divergence: Tensor
+) -> LossResult:
+    t = inputs.tokens
+    policy, behaviour = _behaviour(inputs)
+    limit = torch.full_like(divergence, config.clip_low).masked_fill(t.advantages > 0, config.clip_high)
+    masked = (t.advantages * (policy - behaviour) > 0) & (divergence > limit)
+    token_loss = torch.where(masked, 0.0, -t.advantages * t.ratio)
+    token_loss = torch.where(divergence.isnan(), torch.nan, token_loss)
+    return finished(token_loss, inputs, denominators, config.loss_agg_mode, pg_clipfrac=masked)
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": PolicyLoss(vanilla),
+    "decoupled": PolicyLoss(decoupled),
+    "gspo": PolicyLoss(gspo),
+    "cispo": PolicyLoss(cispo),
+    "gpg": PolicyLoss(gpg),
+    "geo_mean": PolicyLoss(geo_mean),
+    "sapo": PolicyLoss(sapo),
+    "clip_cov": PolicyLoss(clip_cov, clip_cov_statistics),
+    "kl_cov": PolicyLoss(kl_cov, kl_cov_statistics),
+    "dppo_tv": PolicyLoss(dppo_tv),
+    "dppo_kl": PolicyLoss(dppo_kl),
+}
+
+
+def find_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
+    """The entry that the configuration names, or the user's own from ``path``.
+
+    A user's function takes (inputs, config, denominators); one that needs statistics of the whole mini-batch carries
+    them as an attribute: ``policy_loss.statistics = function``.
 
     Raises:
-        ValueError: a term is switched on and its column is missing, or an unknown policy loss.
-        ConfigError: a KL estimator that cannot serve as a loss.
+        ConfigError: the user's file has no such function, or it takes other parameters.
     """
-    name = config.policy_loss.loss_mode
-    if name not in POLICY_LOSSES:
-        raise ValueError(f"policy loss {name!r}, expected one of {', '.join(POLICY_LOSSES)}")
-    mask, mode = inputs.response_mask.bool(), config.loss_agg_mode
-    loss, metrics = POLICY_LOSSES[name](inputs, config, denominators)
-    if inputs.entropy is not None:
-        metrics["actor/entropy"] = mean_metric(inputs.entropy, mask)
-    if config.entropy_coeff != 0:
-        if inputs.entropy is None:
-            raise ValueError("actor.entropy_coeff is set, but no entropy was computed")
-        loss = loss - config.entropy_coeff * aggregate_loss(inputs.entropy, mask, mode, denominators)
-    if config.use_kl_loss:
-        if inputs.ref_log_probs is None:
-            raise ValueError("actor.use_kl_loss is set, but no ref_log_probs were computed")
-        check_kl_loss(config.kl_loss_type)
-        kl = kl_estimate(inputs.log_probs, inputs.ref_log_probs, mask, config.kl_loss_type)
-        kl_loss = aggregate_loss(kl, mask, mode, denominators)
-        metrics["actor/kl_loss"] = loss_metric(kl_loss, mask, denominators)
-        loss = loss + config.kl_loss_coef * kl_loss
-    return loss, metrics
+    if config.path is None:
+        return POLICY_LOSSES[config.loss_mode]
+    function, file = load_user_function(config.path, config.name, "policy loss", "actor.policy_loss", ConfigError)
+    statistics = getattr(function, "statistics", None)
+    _require_parameters(function, f"{config.name} in {file}", ("inputs", "config", "denominators"))
+    if statistics is not None:
+        _require_parameters(statistics, f"{config.name}.statistics in {file}", ("inputs", "config"))
+    return PolicyLoss(function, statistics)
+
+
+def _require_parameters(function: LossFunction, shown: str, names: tuple[str, ...]) -> None:
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        raise ConfigError(
+            f"A policy loss is called with ({', '.join(names)}), and this one does not take them: {error}.", shown
+        ) from error

@@ -48,9 +48,10 @@ def value_loss(
     2017, as in the authors' code).
 
     Per token ``0.5 * max((v - R)^2, (clip(v, old - eps, old + eps) - R)^2)``: the clip is additive around the old
-    value. ``config.cliprange_value`` None: plain, ``0.5 (v - R)^2``.
+    value. ``config.cliprange_value`` None: plain, ``0.5 (v - R)^2``. With ``config.huber_delta`` d, an error e farther
+    than d from 0 costs ``d (|e| - d / 2)`` instead of ``0.5 e^2`` (Huber 1964), in both terms.
 
-    Config: ``cliprange_value``, ``loss_agg_mode``.
+    Config: ``cliprange_value``, ``huber_delta``, ``loss_agg_mode``.
 
     Metrics: ``critic/vf_loss``; ``critic/vf_clipfrac``, share of tokens whose value moved farther from the old one
     than the range, whichever term won; ``critic/vpred_mean``; ``critic/vf_explained_var``, formed at the end from the
@@ -59,18 +60,23 @@ def value_loss(
     mask = inputs.response_mask.bool()
     values, old, returns = (select(x, mask) for x in (inputs.values, inputs.old_values, inputs.returns))
     old, returns = old.detach(), returns.detach()
-    squared = (values - returns).square()
+    cost = _cost(values - returns, config.huber_delta)
     moved_too_far = torch.zeros_like(mask)
     if config.cliprange_value is not None:
         eps = config.cliprange_value
         held = torch.minimum(torch.maximum(values, old - eps), old + eps)
-        squared = torch.maximum(squared, (held - returns).square())
+        cost = torch.maximum(cost, _cost(held - returns, config.huber_delta))
         moved_too_far = (values - old).abs() > eps
     mode = config.loss_agg_mode
-    loss = aggregate_loss(0.5 * squared, mask, mode, denominators)
+    loss = aggregate_loss(cost, mask, mode, denominators)
     return loss, {
         "critic/vf_loss": loss_metric(loss, mask, denominators),
         "critic/vf_clipfrac": mean_metric(moved_too_far.double(), mask),
         "critic/vpred_mean": mean_metric(values, mask),
         **explained_variance_metrics("critic/vf_explained_var", old, returns, mask),
     }
+
+
+def _cost(error: Tensor, delta: float | None) -> Tensor:
+    squared = 0.5 * error.square()
+    return squared if delta is None else torch.where(error.abs() <= delta, squared, delta * (error.abs() - 0.5 * delta))

@@ -1,41 +1,135 @@
-"""Types of command-line arguments, and what every command takes."""
+"""The command line's parser: argparse with errors in our style, types of arguments, and what every command takes."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from verl.errors import ConfigError
 
 Commands = argparse._SubParsersAction  # what ``add_subparsers`` returns
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong use is a :class:`ConfigError` (what, value, fix) like every other error; nothing is printed here.
+
+    Args:
+        late_epilog: text after the options that is made when help is asked for, not before.
+    """
+
+    def __init__(self, late_epilog: Callable[[], str] | None = None, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        self._late_epilog = late_epilog
+
+    def format_help(self) -> str:
+        if self._late_epilog is not None:
+            self.epilog = self._late_epilog()
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().split())
+        raise ConfigError(f"{self.prog}: {message}", None, f"{usage} (more with {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(args, namespace)
+        # Here and not at the end: this parser knows the options of its command.
+        for word in rest:
+            if word.startswith("-") and word != "-":
+                raise self._unknown_option(word)
+        return found, rest
+
+    def _unknown_option(self, word: str) -> ConfigError:
+        from verl.config.names import did_you_mean
+
+        name, equals, _ = word.partition("=")
+        if equals and "." in name:
+            fix = f"settings are written without dashes: {word.lstrip('-')}"
+        else:
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            fix = f"{did_you_mean(name, options)}options: {', '.join(options)} (see {self.prog} --help)"
+        return ConfigError(f"{self.prog} has no such option", word, fix)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        from verl.config.names import did_you_mean
+
+        choices = [str(choice) for choice in action.choices]
+        is_command = isinstance(action, argparse._SubParsersAction)
+        what = f"{self.prog} has no such command" if is_command else f"{self.prog}: no such {_name(action)}"
+        kind = "commands" if is_command else "possible"
+        raise ConfigError(what, value, f"{did_you_mean(str(value), choices)}{kind}: {', '.join(choices)}")
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
 def common() -> argparse.ArgumentParser:
     """Options of every command: ``parents=[common()]``."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--debug", action="store_true", default=False, help="show the traceback of an error")
+    # Suppressed, so that a command without it leaves what stood before the command: verl --debug train ...
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of errors")
     return parser
 
 
 def group(commands: Commands, name: str, help: str) -> Commands:
     """A command that holds others, such as ``verl data``."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help)
-    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def needs_a_command(arguments: argparse.Namespace) -> NoReturn:
+        raise ConfigError(f"verl {name} needs a command", None, f"one of {', '.join(inner.choices)}")
+
+    parser.set_defaults(command=needs_a_command)
+    inner = parser.add_subparsers(title="commands", metavar="COMMAND")
+    return inner
+
+
+def settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The configuration file among a command's words, if there is one, and the ``key=value`` settings.
+
+    Raises:
+        ConfigError: a word is blank, or more than one is neither.
+    """
+    if any(not word.strip() for word in words):
+        raise ConfigError(
+            "an argument is blank",
+            None,
+            "a line of the script probably ends in a backslash and a space: remove the space",
+        )
+    files = [word for word in words if "=" not in word and not word.startswith("~")]
+    if len(files) > 1:
+        odd = next((word for word in files if not word.endswith((".yaml", ".yml"))), None)
+        if odd is not None:
+            raise ConfigError("a setting needs the form key=value", odd, f"write it as {odd}=VALUE, or remove it")
+        raise ConfigError("more than one configuration file is given", ", ".join(files), "keep one of them")
+    return (files[0] if files else None), [word for word in words if word not in files]
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    return _whole(text, 1)
 
 
 def not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value
 
 
 def temperature(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0.0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not at least 0")
     return value

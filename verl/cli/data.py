@@ -1,14 +1,30 @@
-"""``verl data``: making data files."""
+"""``verl data``: making, converting and looking at data files."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from verl.cli.arguments import Commands, common, group, not_negative, positive
 
+if TYPE_CHECKING:
+    from verl.data.inspection import Count, Inspection, Lengths
+
+SHOWN_SKIPPED = 5
+BAR_WIDTH = 40  # characters of the longest bar of a histogram
+
+CONVERT_EXAMPLES = """\
+examples:
+  verl data convert qa.csv --out qa.parquet --set data_source=mine
+  verl data convert a.jsonl b.jsonl --out all.parquet --map prompt=question --map ground_truth=meta.answer
+  verl data convert math.json --out boxed.jsonl --system "Be brief." --template "{question} Answer in \\boxed{}."
+
+targets: prompt, ground_truth, data_source, ability; any other name becomes a key of extra_info
+"""
+
 
 def add(commands: Commands) -> None:
-    data = group(commands, "data", "make data files")
+    data = group(commands, "data", "make, convert and look at data files")
     gym = data.add_parser(
         "reasoning-gym", parents=[common()], help="problems with verifiable answers, made by a program"
     )
@@ -28,6 +44,39 @@ def add(commands: Commands) -> None:
     gsm8k.add_argument("--instruction", help="text appended to every question (default asks for #### answer)")
     gsm8k.set_defaults(command=_data_gsm8k)
 
+    convert = data.add_parser(
+        "convert",
+        parents=[common()],
+        help="your own jsonl, json, csv, parquet or arrow files, brought into the row format",
+        epilog=CONVERT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    convert.add_argument("files", nargs="+", metavar="IN", help="files, patterns or folders")
+    convert.add_argument("--out", required=True, help="file to write: .parquet or .jsonl")
+    convert.add_argument(
+        "--map", action="append", default=[], metavar="TARGET=COLUMN", help="may be repeated; a.b: key b of column a"
+    )
+    convert.add_argument(
+        "--set", action="append", default=[], metavar="TARGET=VALUE", help="the same in every row; may be repeated"
+    )
+    convert.add_argument("--template", help='the prompt, with columns in braces: "Solve: {question}"')
+    convert.add_argument("--system", help="system message before every prompt")
+    convert.add_argument("--plain", action="store_true", help="prompts as plain text, for models without chat template")
+    convert.set_defaults(command=_data_convert)
+
+    inspect = data.add_parser("inspect", parents=[common()], help="what is in data files, and what looks wrong with it")
+    inspect.add_argument("files", nargs="+", metavar="FILE", help="files, patterns or folders")
+    inspect.add_argument("--model", help="measures and renders the prompts as training with this model would")
+    inspect.add_argument("--limit", type=positive, default=512, help="data.max_prompt_length in tokens (default 512)")
+    inspect.add_argument("--prompt-key", help="column of the prompts (default: the usual names)")
+    inspect.add_argument("--answer-key", help="column of the ground truths (default: the usual names)")
+    inspect.add_argument("--json", action="store_true", help="print the report as JSON")
+    inspect.set_defaults(command=_data_inspect)
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'' if count == 1 else 's'}"
+
 
 def _data_reasoning_gym(arguments: argparse.Namespace) -> None:
     from verl.data.generate import make_reasoning_gym
@@ -43,7 +92,7 @@ def _data_reasoning_gym(arguments: argparse.Namespace) -> None:
         instruction=arguments.instruction,
     )
     for part in made:
-        print(f"{part.path}: {part.rows} rows")
+        print(f"{part.path}: {_rows(part.rows)}")
 
 
 def _data_gsm8k(arguments: argparse.Namespace) -> None:
@@ -52,4 +101,119 @@ def _data_gsm8k(arguments: argparse.Namespace) -> None:
     instruction = GSM8K_INSTRUCTION if arguments.instruction is None else arguments.instruction
     out = arguments.out or f"data/gsm8k_{arguments.split}.parquet"
     made = make_gsm8k(arguments.input, out, instruction, arguments.split)
-    print(f"{made.path}: {made.rows} rows")
+    print(f"{made.path}: {_rows(made.rows)}")
+
+
+def _data_convert(arguments: argparse.Namespace) -> None:
+    from verl.data.convert import Mapping, convert
+    from verl.data.options import parse_options, parse_pairs
+    from verl.tracking.console import printable
+
+    mapping = Mapping(
+        columns=parse_pairs(arguments.map),
+        constants=parse_options(arguments.set),
+        system=arguments.system,
+        template=arguments.template,
+        plain=arguments.plain,
+    )
+    done = convert(arguments.files, arguments.out, mapping)
+    for target, origin in done.origins.items():
+        print(f"{target}: {printable(origin, 200)}")
+    for row in done.skipped[:SHOWN_SKIPPED]:
+        print(f"skipped {printable(str(row), 300)}")
+    if len(done.skipped) > SHOWN_SKIPPED:
+        print(f"skipped {len(done.skipped) - SHOWN_SKIPPED} more")
+    print(f"{done.path}: {_rows(done.rows)} written, {len(done.skipped)} skipped")
+
+
+def _data_inspect(arguments: argparse.Namespace) -> None:
+    import json
+
+    from verl.data.inspection import inspect_files
+
+    tokenizer = None
+    if arguments.model is not None:
+        from verl.models.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(arguments.model)
+    report = inspect_files(arguments.files, tokenizer, arguments.limit, arguments.prompt_key, arguments.answer_key)
+    if arguments.json:
+        print(json.dumps(report.as_json(), ensure_ascii=True, indent=2))
+    else:
+        print("\n".join(_report_lines(report)))
+
+
+def _report_lines(report: Inspection) -> list[str]:
+    from verl.tracking.console import printable
+
+    lines = [printable(", ".join(report.files))]
+    lines.append(f"{_rows(report.rows)}, {report.usable} can be used")
+    lines += ["", "columns"]
+    width = max(map(len, report.columns), default=0)
+    for name, column in report.columns.items():
+        missing = report.rows - sum(column.types.values())
+        types = [kind if count == report.rows else f"{kind} ({count})" for kind, count in column.types.items()]
+        types += [f"absent ({missing})"] if missing else []
+        example = "" if column.example is None else printable(str(column.example), 80).replace("\n", " ")
+        lines.append(f"  {printable(name):{width}}  {', '.join(types)}  {example}".rstrip())
+    lines += _key_lines(report)
+    if report.sources:
+        lines += ["", "data sources"]
+        for source, rows in report.sources.items():
+            rule = report.rules[source]
+            scored = f"reward rule {rule}" if rule else "no built-in reward rule: reward.rule or your own function"
+            lines.append(f"  {printable(source, 60)}: {_rows(rows)}, {scored}")
+    if report.lengths is not None:
+        lines += ["", *_length_lines(report.lengths)]
+    wrong = [*_count_lines("cannot be used", report.bad), *_count_lines("looks odd", report.suspicious)]
+    if report.duplicates:
+        differing = f", {report.conflicting} of them with another ground truth" if report.conflicting else ""
+        lines += ["", f"duplicates: {_rows(report.duplicates)} with an earlier prompt{differing}"]
+        lines += [printable(f"  {again} repeats {first}") for first, again in report.duplicate_places]
+    lines += ["", *wrong] if wrong else ["", "nothing looks wrong with the rows"]
+    for shown in report.shown:
+        unit = report.lengths.unit if report.lengths else ""
+        lines += ["", f"-- {printable(shown.place)} ({shown.length} {unit})", printable(shown.text, 1500)]
+        lines += [f"-> ground truth: {printable(shown.truth, 200)}"] if shown.truth else []
+    return lines
+
+
+def _key_lines(report: Inspection) -> list[str]:
+    lines = []
+    if report.prompt_key is None:
+        lines.append("no column looks like the prompt: name it with --prompt-key (data.prompt_key in training)")
+    elif report.prompt_key != "prompt":
+        lines.append(f"prompts are in {report.prompt_key}: training needs data.prompt_key={report.prompt_key}")
+    if report.truth_key is None:
+        lines.append("no column looks like the ground truth: name it with --answer-key (data.answer_key in training)")
+    return ["", *lines] if lines else []
+
+
+def _length_lines(lengths: Lengths) -> list[str]:
+    shares = ", ".join(f"{name} {value}" for name, value in lengths.percentiles.items())
+    note = "with the chat template" if lengths.unit == "tokens" else "give --model to count tokens"
+    lines = [
+        f"prompt length in {lengths.unit} ({note})",
+        f"  least {lengths.least}, mean {lengths.mean:.1f}, {shares}, most {lengths.most}",
+    ]
+    top = max(count for _, _, count in lengths.histogram)
+    names = [str(start) if stop == start + 1 else f"{start} - {stop - 1}" for start, stop, _ in lengths.histogram]
+    wide = max(map(len, names))
+    for name, (_, _, count) in zip(names, lengths.histogram, strict=True):
+        bar = "#" * -(-count * BAR_WIDTH // top)
+        lines.append(f"  {name:>{wide}} {count:>8} {bar}".rstrip())
+    if lengths.over is not None:
+        total = sum(count for _, _, count in lengths.histogram)
+        lines.append(f"  {lengths.over} of {total} ({lengths.over / total:.1%}) are longer than {lengths.limit}")
+    return lines
+
+
+def _count_lines(title: str, counts: dict[str, Count]) -> list[str]:
+    from verl.tracking.console import printable
+
+    lines = []
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1].rows):
+        lines.append(printable(f"{title}: {_rows(count.rows)}: {reason}", 300))
+        more = ", ..." if count.rows > len(count.places) else ""
+        lines.append(printable(f"  {'; '.join(count.places)}{more}"))
+    return lines

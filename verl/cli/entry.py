@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from verl import __version__
-from verl.cli import data, models, runs, train
-from verl.errors import VerlError
+from verl.cli import config, data, evaluate, generate, init, models, runs, train
+from verl.cli.arguments import Parser
+from verl.errors import ConfigError, VerlError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
@@ -20,12 +24,16 @@ EXAMPLES = """\
 examples:
   verl model get smollm2-135m
   verl data reasoning-gym --task chain_sum --size 2000 --option min_terms=2
+  verl init --model smollm2-135m --data data/chain_sum.parquet --out my.yaml
   verl train examples/quickstart.yaml trainer.total_training_steps=10
   verl export runs/quickstart --to my-model
   verl generate my-model --prompt "What is 2 + 2?"
+  verl eval my-model data/chain_sum_val.parquet -n 4
 
 exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 terminated
 """
+
+_GO_ON = "; start the same command again to go on from the last checkpoint"
 
 
 class _Terminated(BaseException):
@@ -34,32 +42,51 @@ class _Terminated(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``verl``; returns the exit code."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if "words" in arguments and not any(word.startswith("-") for word in rest):
+    words = sys.argv[1:] if argv is None else list(argv)
+    hint = _GO_ON if [word for word in words if word != "--debug"][:1] == ["train"] else ""
+    return guarded(lambda: _run(words), debug="--debug" in words, hint=hint)
+
+
+def _run(words: list[str]) -> int:
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(words)
+    if "words" in arguments:
         arguments.words += rest  # settings behind an option, which argparse does not join to those before it
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        raise ConfigError("one argument too many", rest[0], "see --help of the command")
     if not hasattr(arguments, "command"):
         parser.print_help()
         return EXIT_BAD_INPUT
-    signal.signal(signal.SIGTERM, _on_terminate)
+    arguments.command(arguments)
+    sys.stdout.flush()  # here, where an error of it is told
+    return EXIT_OK
+
+
+def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
+    """The exit code of ``action``: its own, or that of the error or signal that ended it, told on standard error.
+
+    Args:
+        hint: what to do after an interruption.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        arguments.command(arguments)
-        return EXIT_OK
+        return action()
     except VerlError as error:
-        if arguments.debug:
+        if debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return EXIT_BAD_INPUT if error.bad_input else EXIT_FAILED
     except KeyboardInterrupt:
-        print("interrupted; start the same command again to go on from the last checkpoint", file=sys.stderr)
+        print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except _Terminated:
-        print("terminated; start the same command again to go on from the last checkpoint", file=sys.stderr)
+        print(f"terminated{hint}", file=sys.stderr)
         return EXIT_TERMINATED
     except Exception as error:
-        if arguments.debug:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return EXIT_FAILED
+        if debug:
             traceback.print_exc()
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         print(
@@ -70,16 +97,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output any more (``verl ... | head``); what is left for it goes nowhere then."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def build_parser() -> Parser:
+    parser = Parser(
         prog="verl",
         description="Reinforcement learning for large language models, from a laptop to a cluster.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"verl {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (train, data, models, runs):
+    for module in (init, train, evaluate, generate, data, models, runs, config):
         module.add(commands)
     return parser
 

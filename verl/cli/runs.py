@@ -1,20 +1,175 @@
-"""``verl report``: looking at runs."""
+"""``verl run list``, ``verl run show`` and ``verl report``: looking at runs."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import time
+from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, common
+from verl.cli.arguments import Commands, common, group
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from verl.tracking.runs import RunDescription, RunOverview
+
+STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "crashed": "bold red"}
+RUN_HELP = "name of a run in runs/, or a path"
 
 
 def add(commands: Commands) -> None:
+    run = group(commands, "run", "look at runs")
+    listing = run.add_parser("list", parents=[common()], help="all runs of a folder, the newest first")
+    listing.add_argument("root", nargs="?", default="runs", help="default runs/")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    listing.set_defaults(command=_list)
+    show = run.add_parser("show", parents=[common()], help="everything about one run; it may still be running")
+    show.add_argument("run", help=RUN_HELP)
+    show.add_argument("--json", action="store_true", help="as JSON")
+    show.set_defaults(command=_show)
+
     report = commands.add_parser("report", parents=[common()], help="write a run's report page again; prints its path")
-    report.add_argument("run", help="folder of the run")
+    report.add_argument("run", help=RUN_HELP)
     report.set_defaults(command=_report)
 
 
 def _report(arguments: argparse.Namespace) -> None:
     from verl.tracking.report import write_report
+    from verl.tracking.runs import find_run
 
-    print(write_report(Path(arguments.run)))
+    print(write_report(find_run(arguments.run)))
+
+
+# --- verl run list --------------------------------------------------------------------------------------------------
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from verl.run_dir import json_line
+    from verl.tracking.runs import overview, runs_under
+
+    root = Path(arguments.root)
+    runs = sorted(map(overview, runs_under(root)), key=lambda run: -(run.started or 0.0))
+    if arguments.json:
+        print(json_line([asdict(run) for run in runs]))
+    elif not runs:
+        print(f"no runs in {root}")
+    else:
+        print_runs(Console(highlight=False), runs)
+
+
+def print_runs(console: Console, runs: list[RunOverview]) -> None:
+    """A line a run; on a narrow terminal the last columns are left out, in a pipe none."""
+    from rich.text import Text
+
+    from verl.tracking.console import printable
+
+    head = ("NAME", "STATUS", "STEPS", "REWARD", "HELD-OUT", "STARTED", "TOOK")
+    rows = [head, *map(_cells, runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    while console.is_terminal and len(widths) > 2 and sum(widths) + 2 * len(widths) > console.width:
+        widths.pop()
+    for row in rows:
+        line = Text()
+        for column, width in enumerate(widths):
+            style = "dim" if row is head else STYLES.get(row[1], "") if column == 1 else ""
+            line.append(printable(row[column]).ljust(width) + "  ", style)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def _cells(run: RunOverview) -> tuple[str, ...]:
+    from verl.tracking.console import duration, figure
+
+    steps = str(run.steps) if run.planned_steps is None else f"{run.steps}/{run.planned_steps}"
+    held_out = "-" if run.val_first is None else f"{figure(run.val_first)} -> {figure(run.val_last)}"
+    took = "-" if run.seconds is None else duration(run.seconds)
+    return (run.name, run.status, steps, figure(run.reward_last), held_out, _when(run.started), took)
+
+
+def _when(seconds: float | None) -> str:
+    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+# --- verl run show --------------------------------------------------------------------------------------------------
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from verl.run_dir import json_line
+    from verl.tracking.runs import describe, find_run
+
+    run = describe(find_run(arguments.run))
+    if arguments.json:
+        print(json_line(run.to_json()))
+    else:
+        print_run(Console(highlight=False), run)
+
+
+def print_run(console: Console, run: RunDescription) -> None:
+    """Head, curves, times, trouble, samples and paths, each where there is something to tell."""
+    from rich.text import Text
+
+    from verl.tracking.console import print_samples, printable
+    from verl.tracking.live import curve_line, shares
+
+    def say(label: str, text: str, style: str = "") -> None:
+        line = Text().append(f"{label:<12}", "dim").append(printable(text).replace("\n", " "), style)
+        console.print(line, soft_wrap=True)
+
+    seen, facts = run.overview, run.facts
+    head = Text().append(printable(seen.name), "bold").append(f"  {_progress(seen)}", STYLES.get(seen.status, ""))
+    console.print(head, soft_wrap=True)
+    if facts.get("model"):
+        say("model", f"{facts['model']} ({facts.get('dtype', '?')})")
+        size = f"{facts.get('prompts_a_step', '?')} prompts x {facts.get('responses_a_prompt', '?')} responses a step"
+        say("algorithm", f"{facts.get('algorithm', '?')}, {size}, seed {facts.get('seed', '?')}")
+    for label, key in (("data", "train_files"), ("held-out", "val_files")):
+        if facts.get(key):
+            files = facts[key]
+            say(label, ", ".join(map(str, files)) if isinstance(files, list) else str(files))
+    if seen.started is not None:
+        say("started", _when(seen.started))
+    if run.summary.reward_first is not None:
+        console.print()
+    for name, values in run.curves.items():
+        label = {"val": "held-out", "grad": "grad norm"}.get(name, name)
+        width = console.width if console.is_terminal else 100
+        console.print(
+            curve_line(label, values, width, {"reward": "cyan", "val": "green"}.get(name, "")), soft_wrap=True
+        )
+    if run.stages:
+        console.print()
+        say("time", shares(run.stages))
+    if run.checkpoints:
+        say("checkpoint", f"step {run.checkpoints[-1]}" + _others(run.checkpoints[:-1]))
+    for warning in run.warnings:
+        say("warning", warning, "yellow")
+    for event in run.events:
+        where = f" (step {event.step})" if event.step is not None else ""
+        say("event", f"{_when(event.time)} {event.kind} {event.subject}{where}: {event.detail}")
+    if run.samples:
+        console.print()
+        console.print(Text(f"samples of step {run.samples_step}", style="dim"))
+        print_samples(console, run.samples, len(run.samples))
+    console.print()
+    for name, path in run.files.items():
+        say(name, path)
+
+
+def _progress(run: RunOverview) -> str:
+    from verl.tracking.console import duration
+
+    of = f" of {run.planned_steps}" if run.planned_steps is not None else ""
+    took = f", {duration(run.seconds)} of work" if run.seconds is not None else ""
+    reason = f" ({run.reason})" if run.reason else ""
+    return f"{run.status}{reason}: {run.steps}{of} steps{took}"
+
+
+def _others(steps: list[int]) -> str:
+    return f" (also {', '.join(map(str, steps))})" if steps else ""

@@ -1,54 +1,72 @@
-"""``verl train``."""
+"""``verl train`` and ``verl presets``: a thin shell over the Python API."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from verl.cli.arguments import Commands, common
+from verl.cli.arguments import Commands, common, settings
+from verl.errors import ConfigError
 
 
 def add(commands: Commands) -> None:
-    train = commands.add_parser("train", parents=[common()], help="train a model, or go on with a run")
+    train = commands.add_parser(
+        "train",
+        parents=[common()],
+        help="train a model, or go on with a run",
+        late_epilog=list_presets,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     train.add_argument(
         "words",
         nargs="*",
         metavar="CONFIG.yaml | key=value",
-        help="a configuration file, then settings that win over it",
+        help="a configuration file, and settings that win over it",
     )
+    train.add_argument(
+        "--preset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="settings of an algorithm, below those of the file; may be repeated, the last one wins",
+    )
+    train.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
     train.set_defaults(command=_train)
+
+    presets = commands.add_parser("presets", parents=[common()], help="list the presets of verl train")
+    presets.set_defaults(command=lambda arguments: print(list_presets()))
+
+
+def list_presets() -> str:
+    from verl.config.overlays import presets
+
+    width = max(map(len, presets()))
+    return "\n".join(["presets:", *(f"  {name:<{width}}  {line}" for name, line in presets().items())])
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    source, overrides = settings(arguments.words)
+    run_training(source, overrides, arguments.preset, plain=arguments.plain)
+
+
+def run_training(
+    source: str | None,
+    overrides: Sequence[str],
+    presets: Sequence[str] = (),
+    notices: Sequence[str] = (),
+    plain: bool = False,
+) -> None:
+    """Train with a file and settings as they stand on a command line; ``notices`` are told first."""
+    if source is None and not overrides:
+        raise ConfigError(
+            "there is nothing to train: neither a configuration file nor a setting is given",
+            None,
+            "verl train my.yaml, or settings such as model.path=... data.train_files=... "
+            "(verl init writes a file for your model and data, verl presets lists algorithms)",
+        )
     from verl.config import load_config
+    from verl.trainer.api import Trainer
 
-    words = list(arguments.words)
-    path = words.pop(0) if words and "=" not in words[0] else None
-    loaded = load_config(path, words)
-    config = loaded.config
-
-    from verl.cluster.threads import set_environment, worker_threads
-
-    # Over Ray this process only steers; inline it is the worker. Both must be settled before torch is imported.
-    set_environment(worker_threads(config) if config.cluster.backend == "inline" else 1)
-
-    from rich.console import Console
-
-    from verl.models.quiet import without_bars
-    from verl.trainer.run import train
-
-    console = Console(highlight=False)
-    for notice in loaded.notices:
-        console.print(f"note: {notice}", soft_wrap=True, markup=False)
-    with without_bars():
-        summary = train(config, console)
-    if summary.reward_first is not None:
-        console.print(
-            f"reward: {summary.reward_first:.3f} (first {summary.window} steps) -> "
-            f"{summary.reward_last:.3f} (last {summary.window})"
-        )
-    if summary.val_first is not None and summary.val_last_step != summary.val_first_step:
-        console.print(
-            f"held-out: {summary.val_first:.3f} (step {summary.val_first_step}) -> "
-            f"{summary.val_last:.3f} (step {summary.val_last_step})"
-        )
-    console.print(f"report: {config.run_dir / 'report.html'}", soft_wrap=True)
+    trainer = Trainer(load_config(source, overrides, presets), display="plain" if plain else "auto")
+    trainer.notices[:0] = notices
+    trainer.fit()

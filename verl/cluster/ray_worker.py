@@ -23,7 +23,7 @@ from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.threads import worker_environment, worker_threads
 from verl.config import Config
-from verl.errors import ClusterError, VerlError
+from verl.errors import ClusterError, VerlError, WorkerDiedError
 from verl.protocol import DataProto
 from verl.rollout.parity import ParityReport
 from verl.rollout.protocol import EngineStats, Request, Result
@@ -52,6 +52,9 @@ class RayWorker:
     def engine_stats(self) -> EngineStats:
         return self._answer("engine_stats", self._actor.engine_stats.remote())
 
+    def peak_memory_gb(self) -> float:
+        return self._answer("peak_memory_gb", self._actor.peak_memory_gb.remote())
+
     def score(self, batch: DataProto) -> DataProto:
         return self._answer("score", self._actor.score.remote(batch))
 
@@ -60,6 +63,9 @@ class RayWorker:
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         return self._answer("reference_log_probs", self._actor.reference_log_probs.remote(batch))
+
+    def full_kl(self, batch: DataProto) -> DataProto:
+        return self._answer("full_kl", self._actor.full_kl.remote(batch))
 
     def values(self, batch: DataProto) -> DataProto:
         return self._answer("values", self._actor.values.remote(batch))
@@ -89,7 +95,7 @@ class RayWorker:
                     raise error.cause from error
                 raise
             except RayActorError as error:
-                raise ClusterError(
+                raise WorkerDiedError(
                     f"the worker process died during {call}",
                     str(error).strip().splitlines()[-1],
                     "if memory ran out, lower rollout.max_num_seqs or actor.ppo_max_token_len_per_gpu; "
@@ -214,8 +220,8 @@ def _require_listener(address: str) -> None:
 
 def _gpus(config: Config) -> int:
     """GPUs of the worker: one where it is to compute on one."""
-    device = config.trainer.device
-    return int(device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1))
+    device, wanted = config.trainer.device, config.trainer.n_gpus_per_node != 0
+    return int(device == "cuda" or (device == "auto" and wanted and ray.cluster_resources().get("GPU", 0) >= 1))
 
 
 def _require_resources(config: Config, threads: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from verl.cluster.roles import Roles
 from verl.cluster.threads import available_cores, worker_threads
@@ -15,23 +18,18 @@ Report = Callable[[str], None]
 
 
 @contextmanager
-def start_workers(config: Config, report: Report) -> Iterator[Roles]:
+def start_workers(config: Config, report: Report, reward: Callable[..., Any] | None = None) -> Iterator[Roles]:
     """The roles of a run; whatever was started is stopped at the end, also after an error.
 
     Args:
         report: gets a line about what is being started and found.
+        reward: a reward function of this process, in place of the configuration's; only inline.
     """
-    if (config.ranks or 1) > 1:
-        raise ClusterError(
-            "more than one training process was asked for, and this version trains in one",
-            f"trainer.nnodes={config.trainer.nnodes}, trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}",
-            "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or trainer.device=cpu)",
-        )
-    _require_local_cores(config)
+    require_machine(config)
     if config.cluster.backend == "inline":
         from verl.cluster.worker import Worker
 
-        worker = Worker(config)
+        worker = Worker(config, reward)
         yield _roles(worker, config, worker.setup(), report)
         return
     from verl.cluster.ray_worker import started_worker
@@ -40,10 +38,48 @@ def start_workers(config: Config, report: Report) -> Iterator[Roles]:
         yield _roles(remote, config, remote.setup(), report)
 
 
+def require_machine(config: Config) -> None:
+    """Refuse what the machine (or this version) cannot give, before anything is loaded or started.
+
+    What a running Ray cluster has (``cluster.address``) is asked of it when it is reached.
+
+    Raises:
+        ClusterError: GPUs, machines or cores that are not there, or more than one training process.
+    """
+    trainer = config.trainer
+    if config.cluster.backend == "inline" or config.cluster.address is None:
+        _require_local_gpus(config)
+        _require_local_cores(config)
+    if trainer.nnodes > 1 or (config.ranks or 1) > 1:
+        raise ClusterError(
+            "more than one training process was asked for, and this version trains in one",
+            f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}",
+            "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or trainer.device=cpu)",
+        )
+
+
+def _require_local_gpus(config: Config) -> None:
+    """GPUs that were asked for by number, or by ``trainer.device=cuda``; never replaced by a CPU in silence."""
+    trainer = config.trainer
+    if trainer.device == "cpu":
+        return
+    asked = trainer.n_gpus_per_node
+    wanted = trainer.nnodes * (asked if isinstance(asked, int) else int(trainer.device == "cuda"))
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted > there:
+        fewer = "trainer.nnodes=1 and trainer.n_gpus_per_node=1, or " if there else ""
+        raise ClusterError(
+            "more GPUs were asked for than this machine has",
+            f"wanted {wanted} GPU, available {there} (trainer.nnodes={trainer.nnodes}, "
+            f"trainer.n_gpus_per_node={asked}, trainer.device={trainer.device})",
+            f"set {fewer}trainer.device=cpu",
+        )
+
+
 def _require_local_cores(config: Config) -> None:
     """More threads than cores are refused: they would fight for the cores, and a local Ray would believe the number."""
     wanted, there = worker_threads(config), available_cores()
-    if wanted > there and (config.cluster.backend == "inline" or config.cluster.address is None):
+    if wanted > there:
         raise ClusterError(
             "cluster.threads is more than the cores that this process may use",
             f"wanted {wanted} CPU, available {there}",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -35,10 +38,13 @@ class Worker:
 
     Methods are called one at a time, directly (``cluster.backend=inline``) or through Ray. :meth:`setup` comes first;
     the constructor is cheap, so that errors of the set-up reach the controller as they are.
+
+    Args:
+        reward: a reward function of this process, in place of the configuration's.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, reward: Callable[..., Any] | None = None) -> None:
+        self._config, self._reward = config, reward
 
     def setup(self) -> ParityReport:
         """Load the models and check the engine against the trainer on this machine."""
@@ -48,7 +54,16 @@ class Worker:
         dtype = getattr(torch, config.model.dtype)
         actor_limits = limits_of(config.actor_batch(1), config)
         policy, weights = self._load_actor(dtype, device)
-        self._actor = Actor(policy, config.actor, actor_limits, config.rollout.temperature, weights)
+        self._reference = self._load_reference(dtype, device, actor_limits) if config.uses_reference else None
+        self._actor = Actor(
+            policy,
+            config.actor,
+            actor_limits,
+            config.rollout.temperature,
+            weights,
+            config.algorithm.rollout_correction,
+            self._reference.policy if self._reference else None,
+        )
         self._tokenizer = load_tokenizer(
             config.model.tokenizer_path or config.model.path, config.model.trust_remote_code
         )
@@ -59,9 +74,8 @@ class Worker:
             config.rollout.max_num_batched_tokens,
             stop_ids(config.model.path, self._tokenizer),
         )
-        self._reference = self._load_reference(dtype, device, actor_limits) if config.uses_reference else None
         self._critic = self._load_critic(dtype, device) if config.uses_critic else None
-        self._scorer = RuleScorer(config.reward)
+        self._scorer = RuleScorer(config.reward, self._tokenizer.decode, self._reward)
         return check_parity(
             self._engine,
             policy,
@@ -92,7 +106,9 @@ class Worker:
         settings = self._config.model
         model = load_causal_lm(path, dtype, settings.trust_remote_code, attn_implementation=ATTENTION_NAME).to(device)
         if settings.enable_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers renamed it in the middle of version 5; the old name warns where there is a new one.
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
             model.train()  # layers checkpoint in training mode only; dropout is off in either
         return model
 
@@ -108,6 +124,12 @@ class Worker:
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
 
+    def peak_memory_gb(self) -> float:
+        """Most memory (GiB) that this process ever had: of the GPU where it computes on one, else of the machine."""
+        if torch.cuda.is_initialized():
+            return torch.cuda.max_memory_reserved() / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
     def score(self, batch: DataProto) -> DataProto:
         return self._scorer.score(batch)
 
@@ -119,6 +141,10 @@ class Worker:
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         assert self._reference is not None
         return self._reference.log_probs(batch)
+
+    def full_kl(self, batch: DataProto) -> DataProto:
+        assert self._reference is not None
+        return self._reference.full_kl(batch, self._actor.policy)
 
     def values(self, batch: DataProto) -> DataProto:
         assert self._critic is not None
@@ -179,7 +205,7 @@ def choose_device(config: Config) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device asks for a GPU and this machine has none", wanted, "set trainer.device=cpu")
     if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = "cuda" if torch.cuda.is_available() and config.trainer.n_gpus_per_node != 0 else "cpu"
     return torch.device(wanted)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.load import LoadedConfig, build_config, describe, dump_yaml, load_config
+from verl.config.load import LoadedConfig, build_config, dump_yaml, load_config
 from verl.config.names import did_you_mean, nearest
 from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema import Config
@@ -48,7 +48,6 @@ __all__ = [
     "TrainerConfig",
     "ValSamplingConfig",
     "build_config",
-    "describe",
     "did_you_mean",
     "dump_yaml",
     "load_config",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Longer prefixes first: the first that fits is taken.
-_PREFIXES = (
+PREFIXES = (
     ("custom_reward_function.reward_kwargs", "reward.reward_kwargs"),
     ("reward.custom_reward_function.reward_kwargs", "reward.reward_kwargs"),
     ("custom_reward_function", "reward.custom_reward_function"),
@@ -47,6 +47,9 @@ GLOBAL_MICRO_BATCH = {
 OTHER_ENGINES = ("vllm", "sglang", "hf", "trtllm")
 """Values of rollout.name that other systems know; the embedded engine takes their place."""
 
+OTHER_LOGGERS = ("wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file", "rl_logging_board")
+"""Entries of trainer.logger that other systems know and that are set aside."""
+
 MISNOMERS = {
     "actor.learning_rate": "actor.optim.lr",
     "actor.lr": "actor.optim.lr",
@@ -79,16 +82,49 @@ MISNOMERS = {
 def canonical(key: str) -> str:
     """The name under which a key of any accepted spelling is looked up; unknown keys come back as they are."""
     key = key.removeprefix("actor_rollout_ref.")
-    for old, new in _PREFIXES:
+    for old, new in PREFIXES:
         if key == old or key.startswith(old + "."):
             return new + key[len(old) :]
     return ALIASES.get(key, key)
 
 
+VERL_DEFAULTS = {
+    "data.drop_last": "always drops it",
+    "model.enable_gradient_checkpointing": "true",
+    "actor.use_dynamic_bsz": "false",
+    "actor.clip_ratio": "0.2, but it changes nothing there: clip_ratio_low and clip_ratio_high have defaults that win",
+    "rollout.max_num_seqs": "1024",
+    "trainer.logger": "[console, wandb]",
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+    "trainer.total_epochs": "30",
+    "trainer.n_gpus_per_node": "8",
+    "trainer.default_local_dir": "checkpoints/<project_name>/<experiment_name>",
+    "trainer.log_val_generations": "0",
+    "trainer.keep_last": "null (as max_actor_ckpt_to_keep): all",
+}
+"""verl's defaults where ours are others."""
+
+
+def spellings(key: str) -> list[str]:
+    """Every other name under which a key of ours is accepted."""
+    longer = [f"actor_rollout_ref.{key}"] if key.partition(".")[0] in ("actor", "rollout", "ref", "model") else []
+    prefixed = [old + key[len(new) :] for old, new in PREFIXES if key == new or key.startswith(new + ".")]
+    return longer + prefixed + [old for old, new in (ALIASES | GLOBAL_MICRO_BATCH).items() if new == key]
+
+
+def aliases_in(section: str) -> dict[str, str]:
+    """The other spellings that begin with a name, each with the key that it stands for."""
+    found = {old: new for old, new in [*ALIASES.items(), *PREFIXES] if old.startswith(section + ".")}
+    if section == "actor_rollout_ref":
+        found |= {f"{section}.{name}": name for name in ("model", "actor", "rollout", "ref")}
+    return found
+
+
 def alias_sections() -> set[str]:
     """Names that hold other keys only in an accepted spelling, such as ``training.optimizer``."""
     found = {"actor_rollout_ref"}
-    for key in [*ALIASES, *(old for old, _ in _PREFIXES)]:
+    for key in [*ALIASES, *(old for old, _ in PREFIXES)]:
         parts = key.split(".")
         found.update(".".join(parts[:end]) for end in range(1, len(parts)))
     return found

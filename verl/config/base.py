@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import isfinite
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
@@ -22,7 +23,13 @@ class FieldProblem(ValueError):
 
 
 class Section(BaseModel):
-    """A frozen group of fields that refuses unknown names, NaN, infinities, and booleans where numbers belong."""
+    """A frozen group of fields that refuses unknown names, NaN, infinities, and booleans where numbers belong.
+
+    Every section says in ``acts_in`` where its fields act (stage, and role or part); a field that acts elsewhere has
+    ``json_schema_extra=acts("...")``. Every number has a unit in its type, such as ``Prompts`` or ``Number``.
+    """
+
+    acts_in: ClassVar[str]
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
@@ -37,6 +44,25 @@ class Section(BaseModel):
             if kinds & {int, float} and bool not in kinds:
                 raise FieldProblem("must be a number, not true or false", "give a number")
         return value
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a number counts: ``Annotated[int, Unit("tokens")]``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Takes:
+    """The values that a field takes, in words, where its type does not say them."""
+
+    words: str
+
+
+def acts(where: str) -> dict[str, Any]:
+    """For ``Field(json_schema_extra=...)``: where a field acts that does not act where its section does."""
+    return {"acts_in": where}
 
 
 def plain_types(annotation: Any) -> set[Any]:
@@ -87,6 +113,25 @@ def _plain(value: Any) -> Any:
 
 
 FreeDict = Annotated[dict[str, Any], AfterValidator(_plain)]
-NeverOrPositive = Annotated[int, AfterValidator(_never_or_positive)]
-StringList = Annotated[list[str], BeforeValidator(_one_or_many)]
-TopK = Annotated[int, BeforeValidator(_top_k), AfterValidator(_top_k_range)]
+StringList = Annotated[list[str], BeforeValidator(_one_or_many), Takes("text or list of texts")]
+
+Prompts = Annotated[int, Unit("prompts")]
+Responses = Annotated[int, Unit("responses")]
+Tokens = Annotated[int, Unit("tokens")]
+Steps = Annotated[int, Unit("training steps")]
+Passes = Annotated[int, Unit("passes over the data")]
+Seconds = Annotated[float, Unit("seconds")]
+Seed = Annotated[int, Unit("seed")]
+Number = Annotated[float, Unit("plain number")]
+Share = Annotated[float, Unit("share, 0 to 1")]
+
+_NEVER_OR_POSITIVE = Takes("-1, or a whole number from 1 up")
+RowLimit = Annotated[int, AfterValidator(_never_or_positive), _NEVER_OR_POSITIVE, Unit("prompts")]
+Every = Annotated[int, AfterValidator(_never_or_positive), _NEVER_OR_POSITIVE, Unit("training steps")]
+TopK = Annotated[
+    int,
+    BeforeValidator(_top_k),
+    AfterValidator(_top_k_range),
+    Takes("-1 (or 0, or null), or a whole number from 1 up"),
+    Unit("tokens"),
+]

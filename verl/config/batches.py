@@ -50,7 +50,7 @@ def _actor(config: Config) -> _Sizes:
         role="actor",
         mini=actor.ppo_mini_batch_size,
         mini_key="actor.ppo_mini_batch_size",
-        micro=actor.ppo_micro_batch_size_per_gpu,
+        micro=None if actor.dynamic else actor.ppo_micro_batch_size_per_gpu,
         micro_key="actor.ppo_micro_batch_size_per_gpu",
         dynamic=actor.dynamic,
         max_tokens=actor.ppo_max_token_len_per_gpu,
@@ -70,7 +70,7 @@ def _critic(config: Config) -> _Sizes:
         role="critic",
         mini=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         mini_key="critic.ppo_mini_batch_size" if own_mini else "actor.ppo_mini_batch_size",
-        micro=critic.ppo_micro_batch_size_per_gpu or (None if dynamic else actor.ppo_micro_batch_size_per_gpu),
+        micro=None if dynamic else critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu,
         micro_key=("critic" if own_micro else "actor") + ".ppo_micro_batch_size_per_gpu",
         dynamic=dynamic,
         max_tokens=critic.ppo_max_token_len_per_gpu,
@@ -81,7 +81,7 @@ def _critic(config: Config) -> _Sizes:
 
 def _plan(config: Config, sizes: _Sizes, over: int) -> BatchPlan:
     rows = sizes.mini * config.rollout.n
-    if sizes.dynamic or sizes.micro is None:
+    if sizes.micro is None:
         return BatchPlan(sizes.mini, rows, None, sizes.max_tokens, None, sizes.epochs)
     return BatchPlan(sizes.mini, rows, sizes.micro, None, rows // (sizes.micro * over), sizes.epochs)
 
@@ -103,13 +103,13 @@ def critic_plan(config: Config, over: int | None) -> BatchPlan:
 def reference_limits(config: Config) -> tuple[int | None, int | None]:
     """Responses or tokens in one forward pass of the reference: its own limit, else the actor's."""
     ref, actor = config.ref, config.actor
-    if ref.log_prob_micro_batch_size_per_gpu is not None:
-        return ref.log_prob_micro_batch_size_per_gpu, None
-    if ref.log_prob_max_token_len_per_gpu is not None:
-        return None, ref.log_prob_max_token_len_per_gpu
-    if actor.dynamic:
-        return None, actor.ppo_max_token_len_per_gpu
-    return actor.ppo_micro_batch_size_per_gpu, None
+    rows, tokens = ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
+    dynamic = ref.log_prob_use_dynamic_bsz
+    if dynamic is None:
+        dynamic = tokens is not None if (rows is None) != (tokens is None) else actor.dynamic
+    if dynamic:
+        return None, tokens or actor.ppo_max_token_len_per_gpu
+    return rows or actor.ppo_micro_batch_size_per_gpu, None
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -127,16 +127,15 @@ def problems(config: Config) -> Iterator[Problem]:
             # With an unknown number of ranks, what fails on one rank fails on any number.
             yield from _rank_problems(config, sizes, known or 1, known=known is not None)
     if config.uses_reference:
-        both = config.ref.log_prob_micro_batch_size_per_gpu, config.ref.log_prob_max_token_len_per_gpu
-        if None not in both:
+        rows, tokens = reference_limits(config)
+        if rows is None and tokens is None:
             yield Problem(
-                "ref.log_prob_micro_batch_size_per_gpu (responses) and ref.log_prob_max_token_len_per_gpu (tokens) "
-                "both limit one forward pass",
-                f"{both[0]} responses, {both[1]} tokens",
-                "give one of them",
+                "ref.log_prob_use_dynamic_bsz=false needs a size of one forward pass",
+                "ref.log_prob_micro_batch_size_per_gpu is null",
+                "set ref.log_prob_micro_batch_size_per_gpu (responses in one forward pass on one rank)",
             )
-        elif both[1] is not None:
-            yield from _token_problems(config, "ref.log_prob_max_token_len_per_gpu", both[1])
+        elif tokens is not None and config.ref.log_prob_max_token_len_per_gpu is not None:
+            yield from _token_problems(config, "ref.log_prob_max_token_len_per_gpu", tokens)
 
 
 def _divisor(number: int, limit: int) -> int:
@@ -163,34 +162,30 @@ def _prompt_problems(config: Config, sizes: _Sizes) -> Iterator[Problem]:
 
 
 def _mode_problems(sizes: _Sizes) -> Iterator[Problem]:
-    if sizes.dynamic and sizes.micro is not None:
-        yield Problem(
-            f"{sizes.micro_key} (responses) and {sizes.role}.use_dynamic_bsz=true (tokens) exclude each other",
-            f"{sizes.micro} responses, use_dynamic_bsz true",
-            f"remove {sizes.micro_key}, or set {sizes.role}.use_dynamic_bsz=false",
-        )
     if not sizes.dynamic and sizes.micro is None:
         yield Problem(
             f"{sizes.role}.use_dynamic_bsz=false needs a micro-batch size",
             f"{sizes.role}.ppo_micro_batch_size_per_gpu is null",
             f"set {sizes.role}.ppo_micro_batch_size_per_gpu (responses in one backward pass on one rank)",
         )
-    if sizes.dynamic and sizes.micro is None and sizes.accumulation is not None:
+    if sizes.dynamic and sizes.accumulation is not None:
         yield Problem(
             f"{sizes.role}.gradient_accumulation has no meaning with dynamic batching, "
             "where the tokens decide how many micro-batches there are",
             sizes.accumulation,
-            f"remove it, or set {sizes.micro_key} (responses)",
+            f"remove it, or set {sizes.micro_key} (responses) and leave {sizes.role}.use_dynamic_bsz out",
         )
 
 
 def _token_problems(config: Config, key: str, limit: int) -> Iterator[Problem]:
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
+    more = (" + 1", " and one for algorithm.bootstrap_truncated") if config.bootstraps else ("", "")
     if limit < longest:
         yield Problem(
             f"{key} is smaller than the longest sequence, "
-            "data.max_prompt_length + data.max_response_length; all count tokens",
-            f"{limit} tokens < {config.data.max_prompt_length} + {config.data.max_response_length} = {longest} tokens",
+            f"data.max_prompt_length + data.max_response_length{more[1]}; all count tokens",
+            f"{limit} tokens < {config.data.max_prompt_length} + {config.data.max_response_length}{more[0]} = "
+            f"{longest} tokens",
             f"set {key} to at least {longest} tokens",
         )
 
@@ -200,7 +195,7 @@ def _rank_problems(config: Config, sizes: _Sizes, over: int, known: bool) -> Ite
     n = config.rollout.n
     rows = sizes.mini * n
     product = f"{sizes.mini_key} x rollout.n = {sizes.mini} x {n} = {rows} responses"
-    if sizes.dynamic or sizes.micro is None:
+    if sizes.micro is None:
         if rows < over:
             yield Problem(
                 f"{product} cannot be spread over {over} ranks",

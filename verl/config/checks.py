@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl.config import batches
+from verl.config import advantage_checks, batches, loss_checks
 from verl.config.problems import Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -14,8 +14,54 @@ if TYPE_CHECKING:
 
 def check(config: Config) -> None:
     """Raise one :class:`~verl.errors.ConfigError` that holds every broken rule."""
-    rules = (batches.problems, _sampling, _validation, _estimator, _kl, _run)
+    rules = (
+        batches.problems,
+        _data,
+        _sampling,
+        _validation,
+        advantage_checks.problems,
+        _kl,
+        loss_checks.problems,
+        _run,
+    )
     raise_problems([problem for rule in rules for problem in rule(config)])
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    custom, sampler = config.data.custom_cls, config.data.sampler
+    for key, path, name_key, name in (
+        ("data.custom_cls.path", custom.path, "data.custom_cls.name", custom.name),
+        ("data.sampler.class_path", sampler.class_path, "data.sampler.class_name", sampler.class_name),
+    ):
+        if path is not None and not name:
+            yield Problem(f"{key} names a file, and no class in it is named", path, f"set {name_key}")
+    named = {
+        "weights": sampler.weights,
+        "source_weights": sampler.source_weights,
+        "weight_column": sampler.weight_column,
+    }
+    given = [f"data.sampler.{name}" for name, value in named.items() if value]
+    if sampler.class_path is not None:
+        given.append("data.sampler.class_path")
+    if len(given) > 1:
+        yield Problem(f"{' and '.join(given)} each say how rows are drawn", None, "keep one of them")
+    elif given and sampler.kind not in ("auto", "weighted"):
+        yield Problem(
+            f"data.sampler.kind={sampler.kind} draws without {given[0]}", sampler.kind, f"remove it or {given[0]}"
+        )
+    if sampler.kind == "weighted" and given in ([], ["data.sampler.class_path"]):
+        yield Problem(
+            "data.sampler.kind=weighted has no weights",
+            given[0] if given else None,
+            "set data.sampler.weights, data.sampler.source_weights or data.sampler.weight_column",
+        )
+    entries = len(config.data.train_files)
+    if sampler.weights and len(sampler.weights) != entries:
+        yield Problem(
+            "data.sampler.weights has not one weight for each entry of data.train_files",
+            f"{len(sampler.weights)} weights, {entries} entries",
+            f"give {entries} (a pattern or a folder is one entry)",
+        )
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
@@ -52,17 +98,6 @@ def _validation(config: Config) -> Iterator[Problem]:
             "rollout.val_kwargs.do_sample=true contradicts rollout.val_kwargs.temperature=0, which is greedy",
             "do_sample true, temperature 0",
             "set rollout.val_kwargs.temperature above 0, or leave do_sample out",
-        )
-
-
-def _estimator(config: Config) -> Iterator[Problem]:
-    estimator, n = config.algorithm.adv_estimator, config.rollout.n
-    if estimator != "gae" and n == 1:
-        yield Problem(
-            f"algorithm.adv_estimator={estimator} compares the responses of one prompt, and rollout.n=1 leaves "
-            "nothing to compare: every advantage would be 0",
-            "rollout.n = 1 response per prompt",
-            "set rollout.n to 2 or more (often 8), or use algorithm.adv_estimator=gae",
         )
 
 
@@ -108,7 +143,7 @@ def _run(config: Config) -> Iterator[Problem]:
 
 def notices(config: Config) -> list[str]:
     """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
-    sections = (_sampling_notices, _training_notices, _trainer_notices)
+    sections = (_sampling_notices, _training_notices, advantage_checks.notices, loss_checks.notices, _trainer_notices)
     return [notice for section in sections for notice in section(config)]
 
 
@@ -131,6 +166,15 @@ def _training_notices(config: Config) -> Iterator[str]:
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "actor.kl_loss_coef=0: the KL loss is computed and logged, but trains nothing"
+    for role, micro, dynamic in (
+        ("actor", actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz),
+        ("critic", config.critic.ppo_micro_batch_size_per_gpu, config.uses_critic and config.critic.use_dynamic_bsz),
+    ):
+        if micro is not None and dynamic:
+            yield (
+                f"{role}.ppo_micro_batch_size_per_gpu={micro} is set aside: {role}.use_dynamic_bsz=true fills "
+                f"micro-batches by tokens ({role}.ppo_max_token_len_per_gpu)"
+            )
     steps = config.trainer.total_training_steps
     roles = [("actor", actor.optim)] + ([("critic", config.critic.optim)] if config.uses_critic else [])
     for role, optim in roles:

@@ -6,6 +6,7 @@ for nothing, and refused at any other: dropping them silently would train someth
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -30,28 +31,28 @@ class NotYet:
 
 
 NO_MEANING = (
-    NoMeaning("one sharding backend, chosen by VeRL; Megatron's settings do not apply", ("*.megatron.*",)),
-    NoMeaning("placement and sharding of weights and optimizer are VeRL's own", (
-        "*.fsdp_config.*", "*.veomni.*", "*.torchtitan.*", "*.automodel.*", "*.strategy", "*.fsdp_size",
+    NoMeaning("VeRL places and shards weights and optimizer itself, without Megatron's or FSDP's settings", (
+        "*.megatron.*", "*.optim.override_optimizer_config.*", "*.fsdp_config.*",
+        "*.veomni.*", "*.torchtitan.*", "*.automodel.*", "*.strategy", "*.fsdp_size",
         "*.ulysses_sequence_parallel_size", "model_engine", "actor.load_weight", "actor.fsdp_size",
         "*.nccl_timeout", "nccl_timeout", "hybrid_engine",
     )),
-    NoMeaning("the embedded engine has none of these settings", (
+    NoMeaning("settings of other engines and their servers", (
+        "rollout.mode", "rollout.max_model_len", "rollout.multi_stage_wake_up",
         "rollout.gpu_memory_utilization", "rollout.*_parallel_size", "rollout.enforce_eager", "rollout.dtype",
         "rollout.enable_chunked_prefill", "rollout.enable_prefix_caching", "rollout.free_cache_engine",
         "rollout.load_format", "rollout.layered_summon_param", "rollout.engine_kwargs.*", "rollout.quantization*",
         "rollout.cudagraph_capture_sizes", "rollout.disable_log_stats", "rollout.logprobs_mode",
         "rollout.scheduling_policy", "rollout.swap_space", "rollout.server.*", "rollout.prometheus.*",
         "rollout.enable_sleep_mode", "rollout.enable_rollout_routing_replay", "rollout.mtp.*",
-        "rollout.checkpoint_engine.*", "rollout.update_weights_bucket_megabytes", "rollout.skip_tokenizer_init",
+        "rollout.checkpoint_engine.*", "rollout.update_weights_bucket_megabytes", "rollout.skip_*",
         "rollout.nnodes", "rollout.n_gpus_per_node", "rollout.disaggregation.*", "rollout.limit_images",
     )),
-    NoMeaning("a server style of other engines, not a training schedule", ("rollout.mode",)),
     NoMeaning("lengths are data.max_prompt_length and data.max_response_length", (
-        "rollout.max_model_len", "rollout.prompt_length", "rollout.response_length", "critic.max_length",
+        "rollout.prompt_length", "rollout.response_length", "critic.max_length",
     )),
-    NoMeaning("the engine always returns log-probs; where they are recomputed, the actor's batching is used", (
-        "rollout.calculate_log_probs", "rollout.log_prob_*", "ref.log_prob_use_dynamic_bsz",
+    NoMeaning("log-probs come with the samples; where they are recomputed, the actor's batching is used", (
+        "rollout.calculate_log_probs", "rollout.log_prob_*",
     )),
     NoMeaning("forward passes of the critic use its training batch sizes", (
         "critic.forward_micro_batch_size*", "critic.forward_max_token_len_per_gpu", "actor.ppo_infer_*",
@@ -61,18 +62,16 @@ NO_MEANING = (
         "rollout.multi_turn.*", "rollout.agent.*", "rollout.trace.*", "data.tool_config_path",
         "data.need_tools_kwargs", "data.return_raw_input_ids",
     )),
-    NoMeaning("sequences are always packed without padding, and log-probs computed in chunks", (
+    NoMeaning("rows are always packed and balanced over ranks, log-probs computed in chunks, and nothing is compiled", (
         "*.use_remove_padding", "*.use_fused_kernels", "model.fused_kernel_options.*", "model.use_liger",
         "*.entropy_from_logits_with_chunking", "*.entropy_checkpointing", "model.tiled_mlp.*", "model.mtp.*",
-        "actor.use_prefix_grouper", "model.enable_activation_offload",
-    )),
-    NoMeaning("nothing is compiled: trainer and engine must give the same bits", (
-        "*.use_torch_compile", "*.use_dynamic_compile",
+        "actor.use_prefix_grouper", "model.enable_activation_offload", "*.use_torch_compile", "*.use_dynamic_compile",
+        "trainer.balance_batch",
     )),
     NoMeaning("the model's own configuration is used as it is", ("*.override_*config.*", "model.hf_config_path")),
     NoMeaning("AdamW is configured by lr, betas, eps, weight_decay and the schedule's keys alone", (
         "*.optim.total_training_steps", "*.optim.optimizer_impl", "*.optim.num_cycles", "*.optim.lr_warmup_init",
-        "*.optim.lr_decay_steps", "*.optim.lr_wsd_*", "*.optim.weight_decay_incr_style",
+        "*.optim.lr_decay_steps", "*.optim.weight_decay_incr_style",
         "*.optim.use_checkpoint_opt_param_scheduler", "*.optim.min_lr", "*.optim.zero_indexed_step",
     )),
     NoMeaning("there is no LoRA yet, and model.lora_rank=0 asks for none", (
@@ -93,7 +92,6 @@ NO_MEANING = (
     NoMeaning("samples are always written to the run folder", (
         "trainer.rollout_data_dir", "trainer.validation_data_dir",
     )),
-    NoMeaning("work is always balanced over ranks", ("trainer.balance_batch",)),
     NoMeaning("this trainer has one implementation and starts Ray by itself", (
         "trainer.use_legacy_worker_impl", "trainer.log_freq", "trainer.ray_wait_register_center_timeout",
         "ray_init.*", "ray_kwargs.*", "transfer_queue.*", "trainer.use_v1", "trainer.v1.*", "trainer.npu_*",
@@ -106,12 +104,12 @@ NO_MEANING = (
         "data.image_key", "data.video_key", "data.audio_key", "data.image_patch_size", "data.mm_*",
         "data.return_multi_modal_inputs", "data.process_image", "actor.freeze_vision_tower",
     )),
-    NoMeaning("the loader reads in this process and keeps messages and text as they are", (
-        "data.num_workers", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
+    NoMeaning("data.num_workers processes prepare prompts; the loader keeps messages and text as they are", (
+        "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
         "data.return_raw_chat", "data.return_full_prompt", "data.use_shm", "model.use_shm", "data.cache_dir",
-        "data.gen_batch_size", "data.validation_shuffle", "data.custom_cls.name", "data.sampler.class_name",
-        "data.datagen.name",
+        "data.validation_shuffle", "data.datagen.name",
     )),
+    NoMeaning("prompts are drawn as training needs them, data.train_batch_size at a time", ("data.gen_batch_size",)),
     NoMeaning("set model.trust_remote_code, which covers model and tokenizer", (
         "data.trust_remote_code", "reward.reward_model.trust_remote_code",
     )),
@@ -123,28 +121,17 @@ NO_MEANING = (
         "reward.reward_model.nnodes", "reward.reward_model.use_reward_loop", "reward.reward_model.num_workers",
     )),
     NoMeaning("responses are always scored as groups finish", (
-        "reward.reward_model.launch_reward_fn_async", "reward.num_workers", "reward.reward_manager.source",
+        "reward.reward_model.launch_reward_fn_async", "reward.num_workers",
         "reward.reward_manager.module.*",
         "reward.reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "reward.reward_loop_*",
         "reward.reward_model.reward_loop_*",
     )),
-    NoMeaning("settings of the overlong penalty, which is off", (
-        "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor", "reward.overlong_buffer.log",
-        "reward.overlong_buffer.max_resp_len",
-    )),
-    NoMeaning("settings of group filtering, which is off", (
-        "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
-    )),
-    NoMeaning("settings of rollout correction, which is off", (
-        "algorithm.rollout_correction.rollout_*_threshold*", "algorithm.rollout_correction.loss_type",
-        "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_correction.rollout_*_veto_*",
+    NoMeaning("the overlong penalty is always logged", ("reward.overlong_buffer.log",)),
+    NoMeaning("settings of the older rollout correction; algorithm.rollout_correction has its own", (
         "algorithm.rollout_is_threshold*", "algorithm.rollout_is_level", "algorithm.rollout_is_mode",
-        "algorithm.rollout_is_veto_threshold", "actor.tis_imp_ratio_cap",
+        "algorithm.rollout_is_veto_threshold",
     )),
-    NoMeaning("settings of other policy losses and estimators", (
-        "actor.policy_loss.clip_cov_*", "actor.policy_loss.kl_cov_ratio", "actor.policy_loss.ppo_kl_coef",
-        "actor.tau_pos", "actor.tau_neg", "algorithm.pf_ppo.*",
-    )),
+    NoMeaning("settings of other estimators", ("algorithm.pf_ppo.*",)),
     NoMeaning("entropy and log-probs are always computed where they are needed", (
         "actor.calculate_entropy", "actor.calculate_sum_pi_squared", "actor.sum_pi_squared_checkpointing",
         "actor.use_rollout_log_probs", "actor.router_replay.*",
@@ -156,6 +143,8 @@ NO_MEANING = (
     NoMeaning("settings of Hydra, which is not used", ("hydra.*", "defaults", "_target_", "*._target_")),
 )  # fmt: skip
 
+_COMPUTE_TYPES = ("bfloat16", "bf16", "float32", "fp32", "auto", None)
+_DTYPE_FIX = "set model.dtype (bfloat16 or float32), the compute type of trainer and engine alike"
 _LAW = "training sampling must follow the model's own distribution; this setting changes it"
 
 NOT_YET = (
@@ -169,19 +158,30 @@ NOT_YET = (
     NotYet("model.custom_chat_template", (None, ""), "another chat template than the tokenizer's is not supported yet",
            "remove it, or put the template into the tokenizer at model.tokenizer_path"),
     NotYet("model.external_lib", (None, ""), "loading code beside the model is not supported"),
-    NotYet("algorithm.filter_groups.enable", (False, None), "group filtering is not supported yet"),
-    NotYet("algorithm.rollout_correction.rollout_is", (None,), "rollout correction is not supported yet"),
-    NotYet("algorithm.rollout_correction.rollout_rs", (None,), "rollout correction is not supported yet"),
-    NotYet("algorithm.rollout_correction.bypass_mode", (False, None), "rollout correction is not supported yet",
-           "remove it (actor.recompute_old_log_probs=never uses the engine's log-probs)"),
+    NotYet("algorithm.rollout_correction.rollout_is_batch_normalize", (False, None),
+           "importance weights are not normalised over the batch"),
+    NotYet("algorithm.rollout_correction.rollout_*_veto_*", (None,), "there is no veto threshold",
+           "use algorithm.rollout_correction.rollout_rs=seq_max_k2 or seq_max_k3 and its threshold"),
+    NotYet("actor.tis_imp_ratio_cap", (-1, -1.0, None), "an older spelling",
+           "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold to the cap"),
+    NotYet("*.optim.lr_wsd_decay_style", ("linear", None), "wsd decays linearly", "remove it"),
     NotYet("algorithm.use_pf_ppo", (False, None), "PF-PPO is not supported yet"),
-    NotYet("reward.overlong_buffer.enable", (False, None), "the overlong penalty is not supported yet"),
     NotYet("reward.reward_model.enable", (False, None), "reward models are not supported yet",
            "use a rule (reward.rule) or your own function (reward.custom_reward_function.path)"),
     NotYet("reward.reward_manager.name", ("naive", "dapo", None), "this reward manager is not supported yet",
            "use naive, or your own function (reward.custom_reward_function.path)"),
-    NotYet("algorithm.rollout_is", (False, None), "rollout correction is not supported yet"),
+    NotYet("reward.reward_manager.source", ("register", None), "a reward manager of your own is not supported yet",
+           "use your own function (reward.custom_reward_function.path)"),
+    NotYet("reward.*sandbox_fusion.url", (None, ""), "scoring by another service is not supported yet"),
+    NotYet("algorithm.rollout_is", (False, None), "an older spelling",
+           "set algorithm.rollout_correction.rollout_is=token (or sequence)"),
     NotYet("rollout.multi_turn.enable", (False, None), "multi-turn rollout is not supported yet"),
+    NotYet("rollout.agent.default_agent_loop", ("single_turn_agent", None), "agent loops are not supported yet"),
+    NotYet("rollout.agent.agent_loop_config_path", (None, ""), "agent loops are not supported yet"),
+    NotYet("rollout.skip_rollout", (False, None), "reading responses from a file is not supported"),
+    NotYet("rollout.over_sample_rate", (0, 0.0, None), "sampling more than is trained is not supported yet"),
+    NotYet("rollout.dtype", _COMPUTE_TYPES, "float16 is not supported yet", _DTYPE_FIX),
+    NotYet("*.fsdp_config.*dtype", _COMPUTE_TYPES, "float16 is not supported yet", _DTYPE_FIX),
     NotYet("rollout.do_sample", (True, None), "training always samples: greedy responses of a group are all the same"),
     NotYet("rollout.repetition_penalty", (1, 1.0, None), _LAW),
     NotYet("rollout.presence_penalty", (0, 0.0, None), _LAW),
@@ -192,9 +192,6 @@ NOT_YET = (
     NotYet("trainer.mode", ("sync",), "schedules other than sync are not supported yet"),
     NotYet("async_training.*", (), "asynchronous training is not supported yet"),
     NotYet("trainer.val_only", (False, None), "validation without training is not supported yet"),
-    NotYet("data.custom_cls.path", (None,), "a dataset class of your own is not supported yet",
-           "convert the data to parquet or jsonl"),
-    NotYet("data.sampler.class_path", (None,), "a sampler of your own is not supported yet"),
     NotYet("data.datagen.path", (None,), "generating data while training is not supported yet"),
     NotYet("actor.router_replay.mode", ("disabled", None), "router replay is not supported yet"),
 )  # fmt: skip
@@ -221,11 +218,57 @@ def is_harmless(row: NotYet, value: object) -> bool:
     return str(value).lower() in words
 
 
+def folded(keys: Iterable[str]) -> list[str]:
+    """Keys without meaning in few words: a family by its name and number, keys of one section in braces."""
+    families: dict[str, list[str]] = {}
+    for key in keys:
+        families.setdefault(_family(key), []).append(key)
+    alone: dict[str, list[str]] = {}
+    named = []
+    for family, members in families.items():
+        if family and len(members) > 1:
+            named.append(f"{family}.* ({len(members)} keys)")
+            continue
+        for key in members:
+            section, _, name = key.rpartition(".")
+            alone.setdefault(section, []).append(name)
+    return named + [
+        (f"{section}.{{{', '.join(names)}}}" if len(names) > 1 else f"{section}.{names[0]}").lstrip(".")
+        for section, names in alone.items()
+    ]
+
+
+def _family(key: str) -> str:
+    """The shortest name ``x`` with a row for ``x.*`` that ``key`` lies in, such as ``actor.megatron``; else empty."""
+    parts = key.split(".")
+    names = [".".join(parts[:end]) for end in range(1, len(parts))]
+    families = [pattern for pattern in _patterns() if pattern.endswith(".*")]
+    return next((name for name in names if any(fnmatchcase(name, pattern[:-2]) for pattern in families)), "")
+
+
+@cache
+def _patterns() -> tuple[str, ...]:
+    return (*(row.pattern for row in NOT_YET), *(pattern for row in NO_MEANING for pattern in row.patterns))
+
+
+@cache
+def exact_names() -> frozenset[str]:
+    """The keys of both tables that stand there in full."""
+    return frozenset(pattern for pattern in _patterns() if "*" not in pattern)
+
+
+def foreign_keys(section: str) -> list[tuple[str, str]]:
+    """The rows of both tables that lie in a section: pattern, and what is said about it."""
+    rows = [(row.pattern, f"not built: {row.what}") for row in NOT_YET]
+    rows += [(pattern, row.reason) for row in NO_MEANING for pattern in row.patterns]
+    return [(pattern, said) for pattern, said in rows if pattern.startswith(section + ".")]
+
+
 @cache
 def foreign_sections() -> frozenset[str]:
     """Names that hold other keys only in these tables, such as ``algorithm.filter_groups``."""
     found: set[str] = set()
-    for pattern in [row.pattern for row in NOT_YET] + [p for row in NO_MEANING for p in row.patterns]:
+    for pattern in _patterns():
         parts = pattern.split(".")
         found.update(".".join(parts[:end]) for end in range(1, len(parts)))
     return frozenset(name for name in found if "*" not in name)

@@ -34,6 +34,14 @@ def sections() -> dict[str, FieldInfo]:
     return {key: field for key, field, inner in _walk(Config) if inner}
 
 
+def owner(key: str) -> type[Section]:
+    """The section class that declares a key."""
+    section: type[Section] = Config
+    for name in key.split(".")[:-1]:
+        section = section.model_fields[name].annotation  # type: ignore[assignment]
+    return section
+
+
 @cache
 def free_dicts() -> frozenset[str]:
     """Keys whose value is a mapping of the user's own making."""

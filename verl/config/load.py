@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from pydantic import ValidationError
 from verl.config import checks
 from verl.config.interpolate import escape, nested, resolve
 from verl.config.keys import leaves
-from verl.config.overrides import Setting, read_file, read_overrides
+from verl.config.origins import Origin, origins_of, overlay
+from verl.config.overlays import read_preset
+from verl.config.overrides import COMMAND_LINE, MAPPING, OPEN, Setting, flatten, read_file, read_overrides
 from verl.config.problems import Problem, raise_problems
 from verl.config.report import problems_of
 from verl.config.schema import Config
-from verl.config.translate import place, sort_out, translate
+from verl.config.translate import sort_out, translate
 
 
 @dataclass(frozen=True)
@@ -26,31 +28,69 @@ class LoadedConfig:
     Attributes:
         config: checked and complete.
         notices: one sentence for each thing that was accepted but has no effect, or another than it seems.
+        origins: where the value of each key comes from, in the schema's order.
+        missing: required keys that are not given and hold ``???``; empty unless ``load_config`` was told to go on.
     """
 
     config: Config
     notices: list[str]
+    origins: dict[str, Origin]
+    missing: tuple[str, ...] = ()
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read a YAML file (or none) and ``key=value`` overrides, which win over the file.
+def load_config(
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    presets: Sequence[str] = (),
+    *,
+    allow_missing: bool = False,
+) -> LoadedConfig:
+    """Presets, then a YAML file or a mapping (or none), then overrides; each wins over what stands before it.
 
     Keys may be spelled as in verl (``actor_rollout_ref.actor.X``, a leading + or ++, flat and ``training.*`` names,
     the older reward roots); keys of verl's that have no meaning here are accepted and named in a notice.
 
+    Args:
+        source: path of a YAML file, or nested mappings such as ``{"rollout": {"n": 8}}``.
+        overrides: ``key=value`` words, or a mapping of (dotted) keys to values.
+        presets: names of overlays that ship with VeRL, see ``verl presets``.
+        allow_missing: put ``???`` where a required value is not given, for a look at the rest.
+
     Raises:
         ConfigError: with everything that is wrong in one message; each problem names the field, the value and a fix.
     """
-    settings = _merged(read_file(path) if path is not None else [])
-    settings |= _merged(read_overrides(overrides))
-    own, foreign_notices = sort_out(settings)
+    settings: dict[str, Setting] = {}
+    for layer in _layers(source, overrides, presets):
+        settings = overlay(settings, _merged(layer))
+    required = [key for key, field in leaves().items() if field.is_required()]
+    given = {key for key, setting in settings.items() if setting.value not in (None, OPEN)}
+    missing = tuple(key for key in required if key not in given) if allow_missing else ()
+    own, foreign_notices = sort_out({key: setting for key, setting in settings.items() if key not in missing})
     values, value_notices = translate(own, resolve(own))
-    config = build_config(nested(values))
-    return LoadedConfig(config, [*foreign_notices, *value_notices, *checks.notices(config)])
+    places = {key: own[key].place for key in values.keys() & own.keys() if own[key].source != COMMAND_LINE}
+    config = build_config(nested(values | dict.fromkeys(missing, OPEN)), places)
+    notices = [*foreign_notices, *value_notices, *checks.notices(config)]
+    return LoadedConfig(config, notices, origins_of(own.values(), values), missing)
 
 
-def build_config(tree: Mapping[str, Any]) -> Config:
+def _layers(
+    source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any], presets: Sequence[str]
+) -> Iterator[list[Setting]]:
+    for name in [presets] if isinstance(presets, str) else presets:
+        yield read_preset(name)
+    if source is not None:
+        yield flatten("", dict(source), MAPPING) if isinstance(source, Mapping) else read_file(source)
+    if isinstance(overrides, Mapping):
+        yield flatten("", dict(overrides), MAPPING)
+    else:
+        yield read_overrides([overrides] if isinstance(overrides, str) else overrides)
+
+
+def build_config(tree: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Config:
     """A :class:`Config` from nested mappings under our own key names, such as ``{"rollout": {"n": 8}}``.
+
+    Args:
+        places: where a key's value stands (``in run.yaml:12``), for messages about it.
 
     Raises:
         ConfigError: with everything that is wrong in one message.
@@ -60,7 +100,7 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(whole)
     except ValidationError as error:
-        raise_problems(problems_of(error))
+        raise_problems(problems_of(error, places or {}))
         raise
 
 
@@ -74,7 +114,7 @@ def _merged(settings: Iterable[Setting]) -> dict[str, Setting]:
             problems.append(
                 Problem(
                     f"{other.spelled} and {setting.spelled} are the same key ({setting.key}) "
-                    f"and have different values {place(setting)}",
+                    f"and have different values {setting.place}",
                     f"{other.value} and {setting.value}",
                     f"keep one of them, best {setting.key}",
                 )
@@ -89,8 +129,3 @@ def dump_yaml(config: Config) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(escape(config.model_dump(mode="json"))))
-
-
-def describe() -> dict[str, str]:
-    """What every key means: ``{"data.train_files": "Training files, ...", ...}``, in the schema's order."""
-    return {key: field.description or "" for key, field in leaves().items()}

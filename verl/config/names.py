@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from pathlib import Path
 
 
 def _likeness(name: str, choice: str) -> float:
@@ -39,3 +40,24 @@ def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """``"did you mean X? "`` where a choice is near enough, else an empty string."""
     found = nearest(name, choices, cutoff)
     return f"did you mean {found}? " if found else ""
+
+
+def nearest_path(missing: Path, cutoff: float = 0.6) -> Path | None:
+    """An existing path like ``missing``: each part that does not exist is replaced by the nearest name beside it.
+
+    Endings say little about which file was meant, so names are compared without them.
+    """
+    found = Path(missing.anchor)
+    for part in missing.parts[bool(missing.anchor) :]:
+        if not (found / part).exists():
+            try:
+                names = sorted(path.name for path in found.iterdir())
+            except OSError:
+                return None
+            stems = {Path(name).stem: name for name in reversed(names)}
+            close = nearest(Path(part).stem, stems, cutoff)
+            if close is None:
+                return None
+            part = stems[close]
+        found /= part
+    return found

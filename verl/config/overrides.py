@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from verl.config.aliases import canonical
 from verl.config.keys import free_dicts, holds_text
+from verl.config.names import nearest_path
 from verl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """What settings are read from: a preset, a file, a mapping or the command line.
+
+    Attributes:
+        kind: "default" (nothing was read), "preset", "file", "given mapping" or "command line".
+        name: the preset's name or the file's path; empty for the others.
+        lines: line of each key in the text, counted from 1, by the name as it is written there.
+    """
+
+    kind: str
+    name: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return self.name if self.kind == "file" else f"the {self.kind} {self.name}".rstrip()
+
+    def place(self, spelled: str) -> str:
+        """Where one of its settings stands: ``run.yaml:12``, ``the command line``."""
+        line = self.lines.get(spelled)
+        return f"{self}:{line}" if line else str(self)
+
+
+COMMAND_LINE = Source("command line")
+MAPPING = Source("given mapping")
+OPEN = "???"
+"""How OmegaConf writes a value that is still to be given."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +51,21 @@ class Setting:
         key: the name under which it is looked up (see :func:`verl.config.aliases.canonical`).
         spelled: the name as the user wrote it.
         value: what the YAML says, interpolations not resolved.
-        source: the file's path, or "the command line".
+        source: what it was read from.
     """
 
     key: str
     spelled: str
     value: Any
-    source: str
+    source: Source
+
+    @property
+    def place(self) -> str:
+        """Where it stands, to be read after a complaint: ``in run.yaml:12``, ``on the command line``."""
+        return f"{'on' if self.source == COMMAND_LINE else 'in'} {self.source.place(self.spelled)}"
 
 
-COMMAND_LINE = "the command line"
-
-
-def flatten(spelled: str, value: Any, source: str) -> list[Setting]:
+def flatten(spelled: str, value: Any, source: Source) -> list[Setting]:
     """Settings of a value and everything under it; free mappings and lists stay whole."""
     key = canonical(spelled)
     if isinstance(value, dict) and value and key not in free_dicts():
@@ -43,38 +75,75 @@ def flatten(spelled: str, value: Any, source: str) -> list[Setting]:
 
 
 def read_file(path: str | Path) -> list[Setting]:
-    """Settings of a YAML file.
+    """Settings of a YAML file, or of the ``config.yaml`` in a run's folder.
 
     Raises:
-        ConfigError: the file is missing, unreadable, not YAML, or not a mapping of keys to values.
+        ConfigError: the file is missing (with the nearest there is), unreadable, not YAML, or not a mapping.
+    """
+    file = Path(path).expanduser()
+    if (file / "config.yaml").is_file():
+        file = path = file / "config.yaml"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError("the configuration file does not exist", str(path), _existing_file(file)) from None
+    except IsADirectoryError:
+        fix = "name a YAML file, or the folder of a run"
+        raise ConfigError("the configuration cannot be read: the folder holds no config.yaml", str(path), fix) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file cannot be read: {error}", str(path), "give a YAML file") from error
+    return read_text(text, Source("file", str(path)))
+
+
+def _existing_file(missing: Path) -> str:
+    with_ending = [missing.with_name(missing.name + ending) for ending in (".yaml", ".yml")]
+    found = next((file for file in with_ending if file.is_file()), None) or nearest_path(missing)
+    return (
+        f"did you mean {found}?"
+        if found
+        else f"check the path; {missing.parent.absolute()} holds no file of a name like it"
+    )
+
+
+def read_text(text: str, source: Source) -> list[Setting]:
+    """Settings of YAML text.
+
+    Args:
+        source: what the text is; its ``lines`` are found here.
+
+    Raises:
+        ConfigError: not YAML, or not a mapping of keys to values.
     """
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError("the configuration file does not exist", str(path), "check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file cannot be read: {error}", str(path), "give a YAML file") from error
-    try:
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {_yaml_complaint(error)}", None, "correct the file") from error
+        raise ConfigError(f"{source} is not valid YAML: {_yaml_complaint(error)}", None, "correct the file") from error
     except OmegaConfBaseException as error:
         complaint = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: {complaint}", None, _INTERPOLATION_FIX) from error
+        raise ConfigError(f"{source}: {complaint}", None, _INTERPOLATION_FIX) from error
     except OSError:
         tree = None  # how OmegaConf refuses what is neither a mapping nor a list
     except _ODD_VALUES as error:
-        raise ConfigError(f"{path} cannot be read: {error}", None, "write plain YAML values, without tags") from error
+        raise ConfigError(f"{source} cannot be read: {error}", None, "write plain YAML values, without tags") from error
     # OmegaConf reads a lone word as a key without a value.
     if not isinstance(tree, dict) or (tree and ":" not in text):
         raise ConfigError(
-            f"{path} is not a mapping of keys to values", text.strip()[:60], "write it as  section:\\n  key: value"
+            f"{source} is not a mapping of keys to values", text.strip()[:60], "write it as  section:\\n  key: value"
         )
-    return flatten("", tree, str(path))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return flatten("", tree, replace(source, lines=dict(_lines(yaml.compose(text, loader)))))
+
+
+def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The line of every key under a node of YAML, by its dotted name."""
+    for name, value in node.value if node is not None and node.id == "mapping" else ():
+        key = f"{prefix}{name.value}"
+        yield key, name.start_mark.line + 1
+        yield from _lines(value, key + ".")
 
 
 # What YAML's constructors raise on values that do not fit their tag (!!int without a number) or are too deep.
@@ -104,12 +173,12 @@ def read_override(word: str) -> list[Setting]:
     """
     key, equals, text = word.partition("=")
     key, text = key.strip(), text.strip()
+    if key.startswith("~"):
+        raise ConfigError("keys cannot be deleted by ~", word, "set the key to its default value instead")
     if not equals:
         raise ConfigError("an override needs the form key=value", word, f"for example {word or 'rollout.n'}=...")
     if any("\ud800" <= character <= "\udfff" for character in word):
         raise ConfigError("an override is not valid UTF-8 text", ascii(word), "use UTF-8 in names and values")
-    if key.startswith("~"):
-        raise ConfigError("keys cannot be deleted by ~", word, "set the key to its default value instead")
     spelled = key.removeprefix("+").removeprefix("+")
     if not spelled or any(not part for part in spelled.split(".")):
         raise ConfigError("an override needs a key before the =", word, "for example rollout.n=8")

@@ -35,9 +35,11 @@ class SamplingPlan:
         top_p: probability mass kept, 1 for all.
         top_k: number of tokens kept, -1 for all.
         n: responses for each prompt.
+        greedy_baseline: one greedy response more for each prompt, with index -1, which is not trained on.
     """
 
     temperature: float
     top_p: float
     top_k: int
     n: int
+    greedy_baseline: bool = False

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
+from verl.config.aliases import OTHER_ENGINES
 from verl.config.base import FieldProblem
 from verl.config.keys import choices, leaves, sections
 from verl.config.names import did_you_mean, nearest
-from verl.config.problems import Problem
+from verl.config.problems import Problem, as_written
 
 _RULES = {
     "greater_than_equal": "at least {ge:g}",
@@ -35,12 +37,20 @@ _RULES = {
 }
 
 
-def problems_of(error: ValidationError) -> list[Problem]:
-    """One problem for every field that pydantic complains about, in the schema's order."""
+def problems_of(error: ValidationError, places: Mapping[str, str]) -> list[Problem]:
+    """One problem for every field that pydantic complains about, in the schema's order.
+
+    Args:
+        places: where the value of a key stands, shown behind the value.
+    """
     by_key: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         by_key.setdefault(_key(item["loc"]), []).append(item)
-    return [_problem(key, items) for key, items in by_key.items()]
+    return [_placed(_problem(key, items), places.get(key.partition("[")[0])) for key, items in by_key.items()]
+
+
+def _placed(problem: Problem, place: str | None) -> Problem:
+    return replace(problem, value=f"{as_written(problem.value)} ({place})") if place else problem
 
 
 def _key(location: Sequence[int | str]) -> str:
@@ -67,9 +77,10 @@ def _problem(key: str, items: list[Any]) -> Problem:
     if isinstance(own, FieldProblem):
         return Problem(f"{key}: {own.what}", value, own.fix)
     rule = " or ".join(dict.fromkeys(_rule(key, item) for item in items))
-    hint = did_you_mean(str(value), choices(key)) if isinstance(value, str) else ""
-    meaning = _meaning(key)
-    return Problem(f"{key} must be {rule}", value, f"{hint}set {key} to {rule}" + (f" ({meaning})" if meaning else ""))
+    words = [*choices(key), *(OTHER_ENGINES if key == "rollout.name" else ())]
+    hint = did_you_mean(value, words) if isinstance(value, str) else ""
+    meaning, to = _meaning(key), "one of them" if rule.startswith("one of ") else rule
+    return Problem(f"{key} must be {rule}", value, f"{hint}set {key} to {to}" + (f" ({meaning})" if meaning else ""))
 
 
 def _rule(key: str, item: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from os.path import expandvars
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +25,8 @@ class Config(Section):
     that tie fields together raise :class:`~verl.errors.ConfigError`.
     """
 
+    acts_in: ClassVar[str] = "everywhere"
+
     data: DataConfig = Field(description="Prompts.")
     model: ModelConfig = Field(description="The trained model.")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy's training.")
@@ -43,12 +46,18 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         """The folder that holds every file of the run."""
-        return Path(self.trainer.default_local_dir or f"runs/{self.trainer.experiment_name}").expanduser()
+        folder = self.trainer.default_local_dir or f"runs/{self.trainer.experiment_name}"
+        return Path(expandvars(folder)).expanduser()
 
     @property
     def uses_critic(self) -> bool:
         """Whether a value model is trained."""
-        return self.algorithm.adv_estimator == "gae"
+        return self.algorithm.uses_critic
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the critic is asked for the value behind a response that was cut, which takes one token more."""
+        return self.uses_critic and self.algorithm.bootstrap_truncated
 
     @property
     def uses_reference(self) -> bool:
@@ -98,7 +107,8 @@ class Config(Section):
     def training_sampling(self) -> SamplingPlan:
         """What the engine is asked for in training."""
         rollout = self.rollout
-        return SamplingPlan(rollout.temperature, rollout.top_p, rollout.top_k, rollout.n)
+        baseline = self.algorithm.uses("remax")
+        return SamplingPlan(rollout.temperature, rollout.top_p, rollout.top_k, rollout.n, baseline)
 
     @property
     def validation_sampling(self) -> SamplingPlan:

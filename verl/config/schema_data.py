@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from verl.config.base import FieldProblem, FreeDict, NeverOrPositive, Section, StringList
+from verl.config.base import (
+    FieldProblem,
+    FreeDict,
+    Number,
+    Prompts,
+    RowLimit,
+    Section,
+    Seed,
+    Share,
+    StringList,
+    Tokens,
+    Unit,
+    acts,
+)
+from verl.config.schema_shaping import SHAPING, LengthNormalizationConfig, OverlongBufferConfig
 
 _DTYPES = {
     "float32": "float32",
@@ -19,51 +33,157 @@ _DTYPES = {
 }
 
 
+class SamplerConfig(Section):
+    """In which order, and how often, training prompts are drawn."""
+
+    acts_in: ClassVar[str] = "rollout: the loader of prompts"
+
+    kind: Literal["auto", "random", "sequential", "weighted", "curriculum"] = Field(
+        "auto",
+        description="random or sequential: every row once an epoch; weighted: by weights; curriculum: most often the "
+        "rows that are solved about half the time; auto: weighted where weights are given, else by data.shuffle.",
+    )
+    weights: list[Annotated[float, Unit("weight")]] = Field(
+        default_factory=list, description="Weighted: one weight for each entry of data.train_files."
+    )
+    source_weights: FreeDict = Field(
+        default_factory=dict, description="Weighted: one weight for each data source, e.g. {math: 3, code: 1}."
+    )
+    weights_by: Literal["set", "row"] = Field(
+        "set",
+        description="What weights and source_weights are of: set: the share of draws of an entry or source, whatever "
+        "its size; row: each row in it.",
+    )
+    weight_column: str | None = Field(
+        None, min_length=1, description="Weighted: column with a weight of each row's own, instead of the others."
+    )
+    class_path: str | None = Field(None, description="Python file that holds your own sampler class.")
+    class_name: str | None = Field(None, description="Name of the sampler class in that file.")
+
+    @field_validator("weights", "source_weights")
+    @classmethod
+    def _some_weight(cls, value: Any) -> Any:
+        weights = list(value.values()) if isinstance(value, dict) else value
+        if any(isinstance(w, bool) or not isinstance(w, int | float) or w < 0 for w in weights):
+            raise FieldProblem("has a weight that is not a number of at least 0", "use numbers of 0 or more")
+        if weights and not sum(weights):
+            raise FieldProblem("has no weight above 0", "give at least one a weight above 0")
+        return value
+
+
+class CustomDatasetConfig(Section):
+    """A dataset class in the user's own Python file, in place of the readers of files."""
+
+    acts_in: ClassVar[str] = "start: reading the data files"
+
+    path: str | None = Field(None, description="Python file that holds the class; null: the files are read by VeRL.")
+    name: str | None = Field(None, description="Name of the class in that file.")
+
+
 class DataConfig(Section):
     """Training and validation prompts, and how the loader draws them."""
 
+    acts_in: ClassVar[str] = "rollout: the loader of prompts"
+
     train_files: StringList = Field(
-        description="Training files, parquet or jsonl (one path or a list), read in the order given."
+        description="Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list, read in "
+        "the order given.",
+        json_schema_extra=acts("start: reading the data files"),
     )
     val_files: StringList = Field(
-        default_factory=list, description="Validation files, as train_files; empty: no validation takes place."
+        default_factory=list,
+        description="Validation files, as train_files; empty: no validation takes place.",
+        json_schema_extra=acts("start: reading the data files"),
     )
-    train_batch_size: int = Field(1024, ge=1, description="Prompts drawn for one training step.")
-    val_batch_size: int | None = Field(
-        None, ge=1, description="Prompts generated at once in validation; null: the whole validation set."
+    train_batch_size: Prompts = Field(1024, ge=1, description="Prompts drawn for one training step.")
+    val_batch_size: Prompts | None = Field(
+        None,
+        ge=1,
+        description="Prompts generated at once in validation; null: the whole validation set.",
+        json_schema_extra=acts("validation: the loader of prompts"),
     )
-    max_prompt_length: int = Field(
-        512, ge=1, description="Longest prompt in tokens; what happens to longer ones: truncation."
+    max_prompt_length: Tokens = Field(
+        512,
+        ge=1,
+        description="Longest prompt in tokens; what happens to longer ones: truncation.",
+        json_schema_extra=acts("start: reading the data files"),
     )
-    max_response_length: int = Field(512, ge=1, description="Most tokens that the engine samples for one response.")
+    max_response_length: Tokens = Field(
+        512,
+        ge=1,
+        description="Most tokens that the engine samples for one response.",
+        json_schema_extra=acts("rollout: the engine"),
+    )
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error",
         description="A prompt longer than max_prompt_length stops the run (error), or loses tokens on that side.",
+        json_schema_extra=acts("start: reading the data files"),
     )
     filter_overlong_prompts: bool = Field(
-        False, description="Leave out prompts longer than max_prompt_length when the files are read, and count them."
+        False,
+        description="Leave out prompts longer than max_prompt_length when the files are read, and count them.",
+        json_schema_extra=acts("start: reading the data files"),
     )
-    prompt_key: str = Field("prompt", min_length=1, description="Column that holds the prompt (messages or text).")
+    prompt_key: str = Field(
+        "prompt",
+        min_length=1,
+        description="Column that holds the prompt (messages or text).",
+        json_schema_extra=acts("start: reading the data files"),
+    )
     answer_key: str | None = Field(
-        None, description="Column that holds the ground truth; null: reward_model.ground_truth of the row."
+        None,
+        description="Column that holds the ground truth; null: reward_model.ground_truth of the row.",
+        json_schema_extra=acts("start: reading the data files"),
     )
     reward_fn_key: str = Field(
-        "data_source", min_length=1, description="Column by whose value the reward rule is chosen."
+        "data_source",
+        min_length=1,
+        description="Column by whose value the reward rule is chosen.",
+        json_schema_extra=acts("rollout: the scorer"),
     )
     shuffle: bool = Field(True, description="Draw training prompts in a seeded random order, new in every epoch.")
-    seed: int | None = Field(
+    seed: Seed | None = Field(
         None, ge=0, lt=2**63, description="Seed of the order of training prompts; null: trainer.seed."
     )
-    train_max_samples: NeverOrPositive = Field(
-        -1, description="Use only so many training rows, counted after filtering; -1: all."
+    train_max_samples: RowLimit = Field(
+        -1,
+        description="Use only so many training rows, counted after filtering; -1: all.",
+        json_schema_extra=acts("start: reading the data files"),
     )
-    val_max_samples: NeverOrPositive = Field(
-        -1, description="Use only so many validation rows, counted after filtering; -1: all."
+    val_max_samples: RowLimit = Field(
+        -1,
+        description="Use only so many validation rows, counted after filtering; -1: all.",
+        json_schema_extra=acts("start: reading the data files"),
     )
     drop_last: bool = Field(True, description="Leave out the last batch of an epoch when it is not full.")
     chat_template_kwargs: FreeDict = Field(
-        default_factory=dict, description="Passed on to the tokenizer's chat template, e.g. {enable_thinking: false}."
+        default_factory=dict,
+        description="Passed on to the tokenizer's chat template, e.g. {enable_thinking: false}.",
+        json_schema_extra=acts("start: rendering the prompts"),
     )
+    on_bad_row: Literal["skip", "error"] = Field(
+        "skip",
+        description="A row that cannot be used is left out and listed in the run's skipped.jsonl, or stops the run.",
+        json_schema_extra=acts("start: reading the data files"),
+    )
+    max_skipped_fraction: Share = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Share of the rows read that may be left out as unusable before the run stops.",
+        json_schema_extra=acts("start: reading the data files"),
+    )
+    num_workers: Annotated[int, Unit("processes")] | None = Field(
+        None,
+        ge=0,
+        description="Most processes that render and filter prompts, one for every 20000 rows; 0: none but this one; "
+        "null: as many as there are cores, 8 at most.",
+        json_schema_extra=acts("start: rendering the prompts"),
+    )
+    custom_cls: CustomDatasetConfig = Field(
+        default_factory=CustomDatasetConfig, description="Your own dataset class in place of files."
+    )
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="The order of training prompts.")
 
     @field_validator("train_files")
     @classmethod
@@ -76,16 +196,22 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The language model that the actor trains; critic and reference start from it too."""
 
+    acts_in: ClassVar[str] = "start: loading the model, for every role"
+
     path: str = Field(
         min_length=1, description="Model alias (smollm2-135m), Hugging Face folder, GGUF file, or hub id."
     )
     tokenizer_path: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the model's own.")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="Compute type of trainer and engine alike; master weights are always float32."
+        "bfloat16",
+        description="Compute type of trainer and engine alike; master weights are always float32.",
+        json_schema_extra=acts("wherever a model computes: trainer and engine"),
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model or tokenizer.")
     enable_gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+        False,
+        description="Recompute activations in the backward pass: less memory, about a third more time.",
+        json_schema_extra=acts("update: backward passes of actor and critic"),
     )
 
     @field_validator("dtype", mode="before")
@@ -99,12 +225,16 @@ class ModelConfig(Section):
 class CustomRewardConfig(Section):
     """A reward function in the user's own Python file."""
 
+    acts_in: ClassVar[str] = "rollout: the scorer"
+
     path: str | None = Field(None, description="Python file that holds the function; null: use reward.rule.")
     name: str = Field("compute_score", min_length=1, description="Name of the function in that file.")
 
 
 class RewardConfig(Section):
     """What turns a response into a score."""
+
+    acts_in: ClassVar[str] = "rollout: the scorer"
 
     rule: str = Field(
         "auto", min_length=1, description="Name of a built-in rule; auto: chosen by the row's data source."
@@ -115,9 +245,43 @@ class RewardConfig(Section):
     reward_kwargs: FreeDict = Field(
         default_factory=dict, description="Extra keyword arguments of every call of the reward function."
     )
-    max_failed_fraction: float = Field(
+    length_normalization: LengthNormalizationConfig = Field(
+        default_factory=LengthNormalizationConfig, description="Scores divided by a power of the length."
+    )
+    length_penalty: Number = Field(
+        0.0,
+        ge=0,
+        description="Taken off the score of a response of data.max_response_length tokens; shorter in proportion.",
+        json_schema_extra=acts(SHAPING),
+    )
+    overlong_buffer: OverlongBufferConfig = Field(
+        default_factory=OverlongBufferConfig, description="DAPO's penalty near the length limit."
+    )
+    scaling: Literal["none", "batch", "running"] = Field(
+        "none",
+        description="Divide scores by their deviation, of the batch or of the whole run so far.",
+        json_schema_extra=acts(SHAPING),
+    )
+    clip: Number | None = Field(
+        None,
+        gt=0,
+        description="Largest size of a score, after all the others; null: any.",
+        json_schema_extra=acts(SHAPING),
+    )
+    max_failed_fraction: Share = Field(
         0.5,
         ge=0,
         le=1,
         description="Share of a batch's responses that may go unscored (an exception, a timeout) before the run stops.",
     )
+
+    @property
+    def shapes(self) -> bool:
+        """Whether scores are changed before advantages are formed."""
+        return bool(
+            self.length_normalization.alpha
+            or self.length_penalty
+            or self.overlong_buffer.enable
+            or self.scaling != "none"
+            or self.clip is not None
+        )

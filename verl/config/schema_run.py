@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from verl.config.base import FieldProblem, NeverOrPositive, Section, StringList, TopK
+from verl.config.base import (
+    Every,
+    FieldProblem,
+    Number,
+    Passes,
+    Responses,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Steps,
+    StringList,
+    Tokens,
+    TopK,
+    Unit,
+    acts,
+)
+from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
 
 
 class ValSamplingConfig(Section):
     """Sampling in validation: its own, never the training values."""
 
-    temperature: float = Field(0.0, ge=0, description="0: greedy; above 0: sampling at that temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass; 1: all.")
+    acts_in: ClassVar[str] = "validation: the engine"
+
+    temperature: Number = Field(0.0, ge=0, description="0: greedy; above 0: sampling at that temperature.")
+    top_p: Share = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass; 1: all.")
     top_k: TopK = Field(-1, description="Keep so many of the likeliest tokens; -1 (or 0, or null): all; 1: greedy.")
-    n: int = Field(1, ge=1, description="Responses for each validation prompt.")
+    n: Responses = Field(1, ge=1, description="Responses for each validation prompt.")
     do_sample: bool | None = Field(
         None, description="false: greedy whatever the temperature; null: sample when the temperature is above 0."
     )
@@ -30,17 +49,25 @@ class ValSamplingConfig(Section):
 class RolloutConfig(Section):
     """The engine that samples responses, and its training sampling."""
 
-    name: Literal["embedded"] = Field("embedded", description="Rollout engine.")
-    n: int = Field(1, ge=1, description="Responses for each training prompt: the size of a group.")
-    temperature: float = Field(1.0, ge=0, description="Training temperature; log-probs are of the tempered model.")
-    top_p: float = Field(
+    acts_in: ClassVar[str] = "rollout: the engine"
+
+    name: Literal["embedded"] = Field(
+        "embedded", description="Rollout engine; vllm, sglang, hf and trtllm of other scripts are read as embedded."
+    )
+    n: Responses = Field(1, ge=1, description="Responses for each training prompt: the size of a group.")
+    temperature: Number = Field(1.0, ge=0, description="Training temperature; log-probs are of the tempered model.")
+    top_p: Share = Field(
         1.0, gt=0, le=1, description="Must be 1 in training: less changes the distribution behind the trainer's back."
     )
     top_k: TopK = Field(-1, description="Must be off (-1, 0 or null) in training, for the same reason.")
-    max_num_seqs: int = Field(64, ge=1, description="Most sequences that the engine decodes at once.")
-    max_num_batched_tokens: int = Field(8192, ge=1, description="Most tokens that the engine feeds the model at once.")
+    max_num_seqs: Annotated[int, Unit("sequences")] = Field(
+        64, ge=1, description="Most sequences that the engine decodes at once."
+    )
+    max_num_batched_tokens: Tokens = Field(
+        8192, ge=1, description="Most tokens that the engine feeds the model at once."
+    )
     stop: StringList = Field(default_factory=list, description="Texts after which a response ends.")
-    stop_token_ids: list[int] = Field(
+    stop_token_ids: list[Annotated[int, Unit("token ids")]] = Field(
         default_factory=list, description="Token ids that end a response, beside the model's own end tokens."
     )
     ignore_eos: bool = Field(False, description="Go on after the model's end token, up to max_response_length.")
@@ -64,68 +91,222 @@ class RolloutConfig(Section):
 class KlControlConfig(Section):
     """Coefficient of the KL penalty in the reward."""
 
-    type: Literal["fixed", "adaptive"] = Field(
-        "fixed", description="fixed: always kl_coef; adaptive: steered so that the KL stays near target_kl."
+    acts_in: ClassVar[str] = "process: the KL penalty in the reward"
+
+    type: Literal["fixed", "adaptive", "linear", "cosine"] = Field(
+        "fixed",
+        description="fixed: always kl_coef; adaptive: steered so that the KL stays near target_kl; linear, cosine: "
+        "from kl_coef to kl_coef_end at the last step.",
     )
-    kl_coef: float = Field(0.001, ge=0, description="The coefficient, or where the adaptive one starts.")
-    target_kl: float = Field(0.1, gt=0, description="KL per response that the adaptive coefficient aims at, in nats.")
-    horizon: int = Field(10000, ge=1, description="Responses over which the adaptive coefficient reacts.")
+    kl_coef: Number = Field(0.001, ge=0, description="The coefficient, or where a moving one starts.")
+    kl_coef_end: Number = Field(0.0, ge=0, description="Where linear and cosine courses end.")
+    target_kl: Annotated[float, Unit("nats")] = Field(
+        0.1, gt=0, description="KL per response that the adaptive coefficient aims at, in nats."
+    )
+    horizon: Responses = Field(10000, ge=1, description="Responses over which the adaptive coefficient reacts.")
+
+
+class CustomEstimatorConfig(Section):
+    """An advantage estimator in the user's own Python file."""
+
+    acts_in: ClassVar[str] = "process: advantages"
+
+    path: str | None = Field(None, description="Python file that holds the estimator; null: use adv_estimator.")
+    name: str = Field("estimator", min_length=1, description="Its function in that file.")
+    critic: bool = Field(False, description="It needs values: train a critic.")
+
+
+class FilterGroupsConfig(Section):
+    """Groups whose responses all have the same metric are dropped, and further prompts take their place."""
+
+    acts_in: ClassVar[str] = "rollout: which groups are kept"
+
+    enable: bool = Field(False, description="Whether to filter.")
+    metric: str = Field(
+        "score",
+        min_length=1,
+        description="What must differ within a group: score (or seq_reward), or a key of the reward function's dict, "
+        "such as acc.",
+    )
+    max_num_gen_batches: Annotated[int, Unit("batches")] = Field(
+        0,
+        ge=0,
+        description="Batches of prompts sampled at most for one training step, after which the run stops; 0: no limit.",
+    )
+
+    @field_validator("metric", mode="before")
+    @classmethod
+    def _metric_names(cls, value: Any) -> Any:
+        if value == "seq_final_reward":
+            raise FieldProblem("rewards after KL are not known when groups are filtered", "use seq_reward")
+        return {None: "score", "seq_reward": "score"}.get(value, value)
 
 
 class AlgorithmConfig(Section):
     """Advantages and the KL penalty in the reward."""
 
-    adv_estimator: Literal["gae", "grpo", "rloo"] = Field(
-        "gae", description="Advantage estimator: gae (PPO, with a critic), grpo and rloo (by group, without)."
+    acts_in: ClassVar[str] = "process: advantages"
+
+    adv_estimator: Literal[
+        "gae",
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "gdpo",
+        "maxrl",
+    ] = Field("gae", description="Advantage estimator; gae: PPO's, with a critic. All: docs/algorithms.md.")
+    custom_estimator: CustomEstimatorConfig = Field(
+        default_factory=CustomEstimatorConfig, description="Your own estimator instead of adv_estimator."
     )
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount from one token to the next.")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda: 1 trusts returns only, 0 the critic only.")
+    gamma: Number = Field(1.0, ge=0, le=1, description="Discount from one token to the next.")
+    lam: Number = Field(1.0, ge=0, le=1, description="GAE's lambda: 1 trusts returns only, 0 the critic only.")
     whiten_advantages: bool = Field(
         True, description="gae: shift and scale the batch's advantages to mean 0 and deviation 1."
     )
-    use_kl_in_reward: bool = Field(False, description="Subtract the KL against the reference from token rewards.")
-    kl_penalty: KlType = Field("kl", description="Estimator of that KL; names as actor.kl_loss_type.")
-    kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig, description="Its coefficient.")
-    norm_adv_by_std_in_grpo: bool = Field(
-        True, description="grpo: divide by the group's deviation; false: Dr.GRPO's advantages."
+    bootstrap_truncated: bool = Field(
+        False,
+        description="gae: a response cut at max_response_length goes on with the critic's value of its end; "
+        "false: it counts as finished.",
     )
+    use_kl_in_reward: bool = Field(
+        False,
+        description="Subtract the KL against the reference from token rewards.",
+        json_schema_extra=acts("process: the KL penalty in the reward"),
+    )
+    kl_penalty: KlType = Field(
+        "kl",
+        description="Estimator of that KL; names as actor.kl_loss_type.",
+        json_schema_extra=acts("process: the KL penalty in the reward"),
+    )
+    kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig, description="Its coefficient.")
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default_factory=RolloutCorrectionConfig, description="Weights for what the engine and the trainer differ in."
+    )
+    norm_adv_by_std_in_grpo: bool = Field(
+        True, description="grpo, grpo_passk: divide by the group's deviation; false: Dr.GRPO's advantages."
+    )
+    gdpo_reward_keys: StringList = Field(
+        default_factory=list,
+        description="gdpo: keys of the reward function's dict that are normalised apart; score is the score itself.",
+    )
+    gdpo_reward_weights: list[Number] | None = Field(
+        None, description="gdpo: weight of each of them, in their order; null: 1 each."
+    )
+    filter_groups: FilterGroupsConfig = Field(
+        default_factory=FilterGroupsConfig, description="DAPO's dynamic sampling: only groups with spread are trained."
+    )
+
+    @property
+    def estimator(self) -> str:
+        """The name of the estimator in use, the user's own or a built-in one."""
+        return self.adv_estimator if self.custom_estimator.path is None else self.custom_estimator.name
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the estimator needs values."""
+        return self.uses("gae") or (self.custom_estimator.path is not None and self.custom_estimator.critic)
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether the estimator gives 0 to a prompt's only response."""
+        alone = ("gae", "reinforce_plus_plus", "remax")
+        return self.custom_estimator.path is None and self.adv_estimator not in alone
+
+    def uses(self, estimator: str) -> bool:
+        """Whether this built-in estimator is in use."""
+        return self.custom_estimator.path is None and self.adv_estimator == estimator
 
 
 class TrainerConfig(Section):
     """The run: its length, rhythm, machines, folder and name."""
 
+    acts_in: ClassVar[str] = "the training loop"
+
     logger: StringList = Field(
-        default_factory=lambda: ["console"], description="Where metrics go, beside the run's own files."
+        default_factory=lambda: ["console"],
+        description="Where metrics go, beside the run's own files: console, tensorboard; wandb and other services that "
+        "scripts name are set aside.",
+        json_schema_extra=acts("tracking"),
     )
-    project_name: str = Field("verl", min_length=1, description="Project under which trackers file the run.")
-    experiment_name: str = Field("run", min_length=1, description="Name of the run, and of its folder under runs/.")
-    total_epochs: int = Field(1, ge=1, description="Passes over the training prompts.")
-    total_training_steps: int | None = Field(
+    project_name: str = Field(
+        "verl",
+        min_length=1,
+        description="Name of the project, noted in the run's config.yaml and report.",
+        json_schema_extra=acts("tracking"),
+    )
+    experiment_name: str = Field(
+        "run",
+        min_length=1,
+        description="Name of the run, and of its folder under runs/.",
+        json_schema_extra=acts("start: the run folder"),
+    )
+    total_epochs: Passes = Field(1, ge=1, description="Passes over the training prompts.")
+    total_training_steps: Steps | None = Field(
         None, ge=1, description="Training steps, whatever total_epochs says; null: total_epochs decides."
     )
-    nnodes: int = Field(1, ge=1, description="Machines that train.")
-    n_gpus_per_node: int | Literal["auto"] = Field(
-        "auto", description="GPUs used on each machine, 0 included; auto: those that it has."
+    nnodes: Annotated[int, Unit("machines")] = Field(
+        1, ge=1, description="Machines that train.", json_schema_extra=acts("start: the workers")
     )
-    save_freq: NeverOrPositive = Field(-1, description="Training steps between checkpoints; -1: none.")
-    test_freq: NeverOrPositive = Field(-1, description="Training steps between validations; -1: none.")
-    val_before_train: bool = Field(True, description="Validate once before the first step.")
-    critic_warmup: int = Field(0, ge=0, description="First training steps in which only the critic learns.")
+    n_gpus_per_node: Annotated[int, Unit("GPUs")] | Literal["auto"] = Field(
+        "auto",
+        description="GPUs used on each machine, 0 included; auto: those that it has.",
+        json_schema_extra=acts("start: the workers"),
+    )
+    save_freq: Every = Field(
+        -1, description="Training steps between checkpoints; -1: none.", json_schema_extra=acts("checkpoints")
+    )
+    test_freq: Every = Field(
+        -1, description="Training steps between validations; -1: none.", json_schema_extra=acts("validation")
+    )
+    val_before_train: bool = Field(
+        True, description="Validate once before the first step.", json_schema_extra=acts("validation")
+    )
+    critic_warmup: Steps = Field(
+        0,
+        ge=0,
+        description="First training steps in which only the critic learns.",
+        json_schema_extra=acts("update: the actor"),
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
         "auto",
         description="auto: go on from the run folder's latest checkpoint, if any; disable: start anew; "
         "resume_path: from resume_from_path.",
+        json_schema_extra=acts("start: the checkpoint to go on from"),
     )
-    resume_from_path: str | None = Field(None, description="Checkpoint folder for resume_mode=resume_path.")
+    resume_from_path: str | None = Field(
+        None,
+        description="Checkpoint folder for resume_mode=resume_path.",
+        json_schema_extra=acts("start: the checkpoint to go on from"),
+    )
     default_local_dir: str | None = Field(
-        None, min_length=1, description="The run folder itself; null: runs/<experiment_name>."
+        None,
+        min_length=1,
+        description="The run folder itself; null: runs/<experiment_name>.",
+        json_schema_extra=acts("start: the run folder"),
     )
-    log_val_generations: int = Field(3, ge=0, description="Sampled responses shown at each validation.")
+    log_val_generations: Responses = Field(
+        3, ge=0, description="Sampled responses shown at each validation.", json_schema_extra=acts("validation")
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where models compute; auto: GPUs if the machine has any."
+        "auto",
+        description="Where models compute; auto: GPUs if the machine has any.",
+        json_schema_extra=acts("start: the workers"),
     )
-    seed: int = Field(1, ge=0, lt=2**63, description="Seed of everything random in the run.")
-    keep_last: int | None = Field(2, ge=1, description="Checkpoints kept, newest first; null: all.")
+    seed: Seed = Field(
+        1,
+        ge=0,
+        lt=2**63,
+        description="Seed of everything random in the run.",
+        json_schema_extra=acts("everything random: data order, sampling, initial values"),
+    )
+    keep_last: Annotated[int, Unit("checkpoints")] | None = Field(
+        2, ge=1, description="Checkpoints kept, newest first; null: all.", json_schema_extra=acts("checkpoints")
+    )
 
     @field_validator("n_gpus_per_node")
     @classmethod
@@ -133,6 +314,11 @@ class TrainerConfig(Section):
         if isinstance(value, int) and value < 0:
             raise FieldProblem("must be auto or at least 0", "use auto, 0 for no GPU, or the number of GPUs")
         return value
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _gpu_is_cuda(cls, value: Any) -> Any:
+        return "cuda" if value == "gpu" else value
 
     @field_validator("resume_mode", mode="before")
     @classmethod
@@ -143,11 +329,15 @@ class TrainerConfig(Section):
 class ClusterConfig(Section):
     """Where the roles run."""
 
+    acts_in: ClassVar[str] = "start: the workers"
+
     backend: Literal["ray", "inline"] = Field(
         "ray", description="ray: workers as Ray actors; inline: the same workers in this process, without Ray."
     )
     address: str | None = Field(
         None, description="Address of a running Ray cluster; null: a local one, started and stopped by the run."
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of one worker; null: all cores.")
-    start_timeout: float = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")
+    threads: Annotated[int, Unit("threads")] | None = Field(
+        None, ge=1, description="CPU threads of one worker; null: all cores."
+    )
+    start_timeout: Seconds = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")

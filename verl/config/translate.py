@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, OTHER_ENGINES, alias_sections
-from verl.config.foreign import NoMeaning, foreign_sections, is_harmless, no_meaning, not_yet
+from verl.config.aliases import GLOBAL_MICRO_BATCH, OTHER_ENGINES, OTHER_LOGGERS, alias_sections
+from verl.config.foreign import folded, foreign_sections, is_harmless, no_meaning, not_yet
 from verl.config.keys import free_dict_of, leaves, sections
-from verl.config.names import nearest
-from verl.config.overrides import COMMAND_LINE, Setting
+from verl.config.overrides import OPEN, Setting
 from verl.config.problems import Problem, as_written, raise_problems
+from verl.config.unknown import unknown
 
 
 def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
@@ -26,75 +26,62 @@ def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
     for key, setting in settings.items():
         if key in leaves() or free_dict_of(key) or key in GLOBAL_MICRO_BATCH:
             own[key] = setting
-            if setting.value == "???":
-                problems[key] = Problem(
-                    f"{setting.spelled} is left open (???)", "???", f"set {setting.spelled}=... on the command line"
-                )
+            if setting.value == OPEN:
+                fix = f"set {setting.spelled}=... on the command line"
+                problems[key] = Problem(f"{setting.spelled} is left open ({OPEN})", OPEN, fix)
         elif key in sections() or key in alias_sections():
             if setting.value not in (None, {}):
                 problems[key] = _section_problem(setting)
         elif (row := not_yet(key)) is not None and not is_harmless(row, setting.value):
             problems[key] = Problem(f"{setting.spelled}: {row.what}", setting.value, row.fix)
-        elif (reason := no_meaning(key)) is not None or row is not None:
-            ignored.setdefault(_reason(reason, key), []).append(setting.spelled)
+        elif (nothing := no_meaning(key)) is not None or row is not None:
+            ignored.setdefault(nothing.reason if nothing else _AS_IT_IS, []).append(
+                setting.spelled.removeprefix("actor_rollout_ref.")
+            )
         elif key not in foreign_sections() or setting.value not in (None, {}):
             found = _unknown(setting)
             problems.setdefault(found.what, found)
     raise_problems(list(problems.values()))
-    return own, [f"no meaning here: {', '.join(names)} ({reason})" for reason, names in ignored.items()]
+    return own, _without_meaning(ignored)
 
 
-def _reason(row: NoMeaning | None, key: str) -> str:
-    return row.reason if row is not None else "this is how it works without the key"
+_AS_IT_IS = "this is how it works without the key"
 
 
-def place(setting: Setting) -> str:
-    return "on the command line" if setting.source == COMMAND_LINE else f"in {setting.source}"
+def _without_meaning(ignored: Mapping[str, list[str]]) -> list[str]:
+    """One notice that names every key without meaning, by reason; families of keys by their name alone."""
+    if not ignored:
+        return []
+    if len(ignored) == 1:
+        ((reason, keys),) = ignored.items()
+        return [f"no meaning here: {', '.join(folded(keys))} ({reason})"]
+    count = sum(map(len, ignored.values()))
+    lines = [f"{reason}: {', '.join(folded(keys))}" for reason, keys in ignored.items()]
+    return ["\n  ".join([f"{count} keys have no meaning here (verl config explain KEY tells of each):", *lines])]
 
 
 def _section_problem(setting: Setting) -> Problem:
     example = next((key for key in leaves() if key.startswith(setting.key + ".")), f"{setting.key}.key")
     return Problem(
-        f"{setting.spelled} is a section of keys and takes no value itself ({place(setting)})",
+        f"{setting.spelled} is a section of keys and takes no value itself ({setting.place})",
         setting.value,
         f"set the keys in it, for example {example}",
     )
 
 
 def _unknown(setting: Setting) -> Problem:
-    """Names the first part of the key that does not exist, so that a misspelled section is one problem."""
-    parts = setting.key.split(".")
-    known_sections = sections().keys() | alias_sections() | foreign_sections()
-    ends = range(1, len(parts) + 1)
-    depth = next((end for end in ends if ".".join(parts[:end]) not in known_sections), len(parts))
-    wrong, rest = ".".join(parts[:depth]), len(parts) - depth
-    # A key below a leaf (actor.clip_ratio.low) is wrong as a whole: the leaf itself exists.
-    if wrong in leaves():
-        wrong, rest = setting.key, 0
-    spelled = ".".join(setting.spelled.split(".")[: -rest or None])
-    candidates = list(sections()) if rest else [*leaves(), *MISNOMERS]
-    found = nearest(wrong, candidates) or ""
-    whole = ".".join([found, *parts[depth:]])
-    if rest and whole in leaves():
-        found = whole
-    return Problem(
-        f"unknown key {spelled} ({place(setting)})",
-        f"{setting.spelled}={as_written(setting.value)}",
-        f"did you mean {MISNOMERS.get(found, found)}?",
-    )
+    shown, fix = unknown(setting.spelled, setting.key)
+    return Problem(f"unknown key {shown} ({setting.place})", f"{setting.spelled}={as_written(setting.value)}", fix)
 
 
 def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values of verl's kept keys as ours: engine names, and micro-batch sizes that count all ranks together.
+    """Values of verl's kept keys as ours: names of engines and loggers, and micro-batch sizes of all ranks together.
 
     Raises:
         ConfigError: a global micro-batch size does not divide over the ranks, or their number is not known.
     """
-    values, notices = dict(values), []
-    engine = values.get("rollout.name")
-    if isinstance(engine, str) and engine.lower() in OTHER_ENGINES:
-        values["rollout.name"] = "embedded"
-        notices.append(f"rollout.name={engine}: the embedded engine takes its place; it is the only one so far")
+    values = dict(values)
+    notices = [*_engine(values), *_loggers(values)]
     problems = []
     for old, new in GLOBAL_MICRO_BATCH.items():
         size = values.pop(old, None)
@@ -113,6 +100,24 @@ def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[
             )
     raise_problems(problems)
     return values, notices
+
+
+def _engine(values: dict[str, Any]) -> Iterator[str]:
+    engine = values.get("rollout.name")
+    if isinstance(engine, str) and engine.lower() in OTHER_ENGINES:
+        values["rollout.name"] = "embedded"
+        yield f"rollout.name={engine}: the embedded engine takes its place; it is the only one so far"
+
+
+def _loggers(values: dict[str, Any]) -> Iterator[str]:
+    given = values.get("trainer.logger")
+    named = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    if aside := [name for name in named if name in OTHER_LOGGERS]:
+        values["trainer.logger"] = [name for name in named if name not in OTHER_LOGGERS] or ["console"]
+        yield (
+            f"trainer.logger: {', '.join(aside)} set aside; metrics stay in the run folder: metrics.jsonl, report.html "
+            "and, with trainer.logger=[console, tensorboard], TensorBoard's events"
+        )
 
 
 def _global_micro_problem(

@@ -8,14 +8,13 @@ that was seen before is passed over.
 from __future__ import annotations
 
 import dataclasses
-import os
-import secrets
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.config.names import did_you_mean
-from verl.data.readers import read_rows
+from verl.data.output import check_writable, write_rows
+from verl.data.tables import read_rows
 from verl.data.typed_json import dump_typed
 from verl.errors import DataError
 
@@ -73,7 +72,7 @@ def make_reasoning_gym(
     for path, split, part in ((val_path, "val", problems[:val_size]), (out, "train", problems[val_size:])):
         if part:
             rows = [_reasoning_row(task, options, source, split, instruction, *problem) for problem in part]
-            made.append(write_parquet(rows, path))
+            made.append(Made(path, write_rows(partial(iter, rows), path)))
     return made[::-1]
 
 
@@ -199,51 +198,9 @@ def make_gsm8k(
         )
     if not rows:
         raise DataError("The GSM8K file holds no rows.", source, "give the jsonl file of a GSM8K split")
-    return write_parquet(rows, out)
+    return Made(out, write_rows(partial(iter, rows), out))
 
 
 def _messages(question: str, instruction: str | None) -> list[dict[str, str]]:
     system = [{"role": "system", "content": instruction}] if instruction else []
     return [*system, {"role": "user", "content": question}]
-
-
-def check_writable(paths: Iterable[Path]) -> None:
-    """Make the folders, and refuse one that cannot be written before any work is done."""
-    for path in paths:
-        if path.suffix.lower() != ".parquet":
-            raise DataError("The output is a parquet file.", path, f"name it {path.stem or 'data'}.parquet")
-        if path.is_dir():
-            raise DataError("The output file is a folder.", path, "give the name of a file")
-        probe = _temporary(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            probe.touch(exist_ok=False)
-            probe.unlink()
-        except OSError as error:
-            raise DataError("A folder cannot be written.", path.parent, error.strerror or "choose another") from error
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-
-
-def write_parquet(rows: list[dict[str, Any]], path: Path) -> Made:
-    """Write rows to ``path``: complete or not at all.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    temporary = _temporary(path)
-    try:
-        pq.write_table(pa.Table.from_pylist(rows), str(temporary))
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise DataError("A data file cannot be written.", path, error.strerror or str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return Made(path, len(rows))

@@ -32,19 +32,24 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """``["min_terms=2", ...]`` to a dict.
+def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """``["prompt=question"]`` to a dict of text.
 
     Raises:
         DataError: a pair without ``=`` or without a name, or a name given twice.
     """
-    options: dict[str, Any] = {}
+    found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         name = name.strip()
         if not equals or not name:
             raise DataError("An option is not of the form name=value.", pair, "for example min_terms=2")
-        if name in options:
+        if name in found:
             raise DataError("An option is given twice.", name, "give it once")
-        options[name] = parse_value(value)
-    return options
+        found[name] = value
+    return found
+
+
+def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """``["min_terms=2", ...]`` to a dict of what :func:`parse_value` reads; raises as :func:`parse_pairs`."""
+    return {name: parse_value(value) for name, value in parse_pairs(pairs).items()}

@@ -10,13 +10,13 @@ Accepted layouts (``conventions``: a dataset row):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.names import nearest
-from verl.data.readers import RawRow, expand_files, read_rows
+from verl.config.names import did_you_mean, nearest
+from verl.data.tables import RawRow
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ TRUTH_COLUMNS = ("ground_truth", "label", "answer", "solution")
 PROMPT_COLUMNS = ("prompt", "question", "input", "messages", "query", "instruction", "problem")
 CONVENTION_COLUMNS = frozenset({"prompt", "data_source", "reward_model", "extra_info", "ability"})
 DEFAULT_SOURCE = "unknown"  # of a row that names no source
-SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -54,47 +53,38 @@ class PromptRow:
     location: str = ""
 
 
-def read_prompt_rows(files: str | Iterable[str], config: DataConfig, key: str = "data.train_files") -> list[PromptRow]:
-    """Rows of all files, in order.
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used: one line of ``skipped.jsonl``.
+
+    Attributes:
+        file, row: where it is; rows of a file are counted from 0.
+        where: the same in a person's words, such as "line 4".
+        index: its number in the whole dataset.
+        reason: what is wrong with it.
+    """
+
+    file: str
+    row: int
+    where: str
+    index: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.where}: {self.reason}"
+
+
+def check_columns(path: Path, columns: Sequence[str], config: DataConfig) -> None:
+    """Refuse a file without the columns that the configuration names, or without any ground truth.
 
     Raises:
-        DataError: a file that cannot be read, a column that is not there, rows without prompt or ground truth (all of
-            them counted, the first few named), or no row at all.
+        DataError: with the columns that are there and the nearest one.
     """
-    rows: list[PromptRow] = []
-    bad: list[str] = []
-    paths = expand_files(files, key)
-    for path in paths:
-        raw = read_rows(path)
-        columns = _columns(raw)
-        if raw:
-            _check_columns(path, columns, config)
-        for record in raw:
-            row, reason = _prompt_row(record, columns, config, index=len(rows) + len(bad))
-            if row is None:
-                bad.append(f"{record}: {reason}")
-            else:
-                rows.append(row)
-    if bad:
-        shown = "".join(f"\n    {line}" for line in bad[:SHOWN_BAD_ROWS])
-        more = f"\n    and {len(bad) - SHOWN_BAD_ROWS} more" if len(bad) > SHOWN_BAD_ROWS else ""
-        what = f"{len(bad)} of {len(bad) + len(rows)} rows in {key} cannot be used."
-        raise DataError(what, shown + more, "correct or remove these rows")
-    if not rows:
-        raise DataError(f"{key} holds no rows.", ", ".join(map(str, paths)), "give a file with at least one row")
-    return rows
-
-
-def _columns(rows: Sequence[RawRow]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row.values))
-
-
-def _check_columns(path: Path, columns: list[str], config: DataConfig) -> None:
     for name, key in ((config.prompt_key, "data.prompt_key"), (config.answer_key, "data.answer_key")):
         if name is not None and name not in columns:
             usual = PROMPT_COLUMNS if key == "data.prompt_key" else TRUTH_COLUMNS
             close = nearest(name, columns, 0.6) or next((c for c in usual if c in columns), None)
-            fix = f"the file has the columns {', '.join(columns) or 'none'}"
+            fix = f"the file has the columns {', '.join(columns)}"
             if close:
                 fix += f"; did you mean {key}={close}?"
             raise DataError(f"{key} names a column that {path} does not have.", name, fix)
@@ -105,31 +95,37 @@ def _check_columns(path: Path, columns: list[str], config: DataConfig) -> None:
         )
         raise DataError("A data file has no column with the ground truth.", path, fix)
     if config.reward_fn_key != "data_source" and config.reward_fn_key not in columns:
-        fix = f"the file has the columns {', '.join(columns)}"
+        fix = f"{did_you_mean(config.reward_fn_key, columns)}the file has the columns {', '.join(columns)}"
         raise DataError(f"data.reward_fn_key names a column that {path} does not have.", config.reward_fn_key, fix)
 
 
-def _prompt_row(
-    record: RawRow, columns: list[str], config: DataConfig, index: int
-) -> tuple[PromptRow | None, str | None]:
-    """The row, or None and what is wrong with it."""
+def prompt_row(
+    record: RawRow, columns: Sequence[str], config: DataConfig, index: int, number: int
+) -> PromptRow | BadRow:
+    """What the row means, or what is wrong with it.
+
+    Args:
+        columns: names that any row of its file has.
+        index: its number in the whole dataset.
+        number: its number in its file.
+    """
+    if record.problem:
+        return BadRow(record.file, number, record.where, index, record.problem)
     values = record.values
     prompt: Any = values.get(config.prompt_key)
-    problem = _prompt_problem(prompt, config.prompt_key)
-    if problem:
-        return None, problem
     truth, truth_column = _truth(values, columns, config)
-    if truth is None:
-        return None, f"no ground truth in column {truth_column!r}"
-    if isinstance(truth, str) and not truth.strip():
-        return None, f"the ground truth in column {truth_column!r} is empty"
     extra = values.get("extra_info")
-    if extra is not None and not isinstance(extra, dict):
-        return None, f"extra_info is {type(extra).__name__}, not an object"
+    problem = (
+        prompt_problem(prompt, config.prompt_key)
+        or truth_problem(truth, truth_column)
+        or (f"extra_info is {type(extra).__name__}, not an object" if not isinstance(extra, dict | None) else None)
+    )
+    if problem:
+        return BadRow(record.file, number, record.where, index, problem)
     used = CONVENTION_COLUMNS | {config.prompt_key, config.reward_fn_key}
     others = {name: value for name, value in values.items() if name not in used}
     source = values.get(config.reward_fn_key)
-    row = PromptRow(
+    return PromptRow(
         prompt=prompt,
         data_source=DEFAULT_SOURCE if source is None or source == "" else str(source),
         ground_truth=truth,
@@ -138,20 +134,27 @@ def _prompt_row(
         columns=others,
         location=str(record),
     )
-    return row, None
 
 
-def _truth(values: dict[str, Any], columns: list[str], config: DataConfig) -> tuple[Any, str]:
+def _truth(values: dict[str, Any], columns: Sequence[str], config: DataConfig) -> tuple[Any, str]:
     if config.answer_key is not None:
         return values.get(config.answer_key), config.answer_key
     if "reward_model" in columns:
         holder = values.get("reward_model")
         return (holder.get("ground_truth") if isinstance(holder, dict) else None), "reward_model.ground_truth"
-    column = next(c for c in TRUTH_COLUMNS if c in columns)
+    column = next((c for c in TRUTH_COLUMNS if c in columns), "ground_truth")
     return values.get(column), column
 
 
-def _prompt_problem(prompt: Any, key: str) -> str | None:
+def truth_problem(truth: Any, column: str) -> str | None:
+    """What is wrong with a ground truth, if anything."""
+    if truth is None:
+        return f"no ground truth in column {column!r}"
+    return f"the ground truth in column {column!r} is empty" if isinstance(truth, str) and not truth.strip() else None
+
+
+def prompt_problem(prompt: Any, key: str) -> str | None:
+    """What is wrong with a prompt of column ``key``, if anything."""
     if prompt is None:
         return f"no prompt in column {key!r}"
     if isinstance(prompt, str):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.names import nearest_path
 from verl.errors import ModelError
 from verl.models.gguf_conversion import CONVERSION_VERSION, convert_gguf, is_gguf
 from verl.models.model_cache import Report, build_once, file_sha256, report_to_stderr
@@ -67,7 +69,7 @@ def resolve_model(path: str | Path, report: Report = report_to_stderr) -> Path:
     """
     if str(path) in ALIASES:
         return ALIASES[str(path)](report)
-    local = Path(path).expanduser()
+    local = Path(os.path.expandvars(path)).expanduser()
     if local.is_dir():
         return _checked_folder(local)
     if local.is_file():
@@ -78,9 +80,14 @@ def resolve_model(path: str | Path, report: Report = report_to_stderr) -> Path:
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.4)
-    known = f"did you mean {near[0]}? " if near else ""
-    return f"{known}model.path takes an alias ({', '.join(ALIASES)}), a Hugging Face folder, a GGUF file or a hub id"
+    aliases = difflib.get_close_matches(name.lower().rpartition("/")[2], ALIASES, n=1, cutoff=0.4)
+    beside = nearest_path(Path(name).expanduser())
+    if beside is not None and not (beside.suffix == ".gguf" or (beside / "config.json").is_file()):
+        beside = None
+    run = Path("runs") / name
+    near = run if name and run.name == name and run.is_dir() else beside or (aliases[0] if aliases else None)
+    known = f"did you mean {near}? " if near else ""
+    return f"{known}a model is an alias ({', '.join(ALIASES)}), a Hugging Face folder, a GGUF file or a hub id"
 
 
 def _checked_folder(folder: Path) -> Path:
@@ -121,14 +128,14 @@ def _hub_snapshot(hub_id: str, report: Report) -> Path:
         raise ModelError("the hub gives this model to approved accounts only", value=hub_id, fix=fix) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            "neither a folder here nor a model on the hub", value=hub_id, fix=_suggestion(hub_id.split("/")[-1])
+            "neither a folder here nor a model on the hub", value=hub_id, fix=_suggestion(hub_id)
         ) from error
     except Exception as error:
         # Connection, time limit, offline mode, proxy: httpx, requests and the hub's own classes, by version.
         raise ModelError(
             f"no folder of that name, and the hub cannot be reached ({_first_line(error)})",
             value=hub_id,
-            fix=f"check the path or the network; {_suggestion(hub_id.split('/')[-1])}",
+            fix=f"check the path or the network; {_suggestion(hub_id)}",
         ) from error
     return _checked_folder(Path(folder))
 

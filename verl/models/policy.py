@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from verl.errors import ModelError
 from verl.models.attention import AttentionContext
+from verl.models.full_kl import full_kl
 from verl.models.log_probs import project, response_log_probs
 from verl.models.packed import PackedBatch, PackedContext
 from verl.models.rows import RowRule, apply_row_rule, choose_row_rule
@@ -48,13 +49,29 @@ class PolicyModel(nn.Module):
         """
         return _follow_row_rule(self.model)
 
-    def forward(self, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs (M,) of ``packed.targets`` and entropies (M,), in the order of the pack."""
+    def forward(
+        self, packed: PackedBatch, temperature: float, reference: PolicyModel | None = None
+    ) -> tuple[Tensor, ...]:
+        """Log-probs (M,) of ``packed.targets`` and entropies (M,), in the order of the pack.
+
+        Args:
+            reference: a third result, the KL divergence (M,) of this policy from that one over the whole vocabulary.
+        """
+        predictors = self.predictors(packed)
+        head = self.model.get_output_embeddings()
+        found = response_log_probs(predictors, head.weight, head.bias, packed.targets, temperature, self.rows)
+        if reference is None:
+            return found
+        with torch.no_grad():
+            others = reference.predictors(packed)
+        logits, other_logits = (partial(model.logits, temperature=temperature) for model in (self, reference))
+        return (*found, full_kl(predictors, logits, others, other_logits))
+
+    def predictors(self, packed: PackedBatch) -> Tensor:
+        """Hidden states (M, H) that predict ``packed.targets``."""
         packed = packed.filled(self.rows.multiple)
         hidden = self.hidden_states(packed.input_ids, packed.position_ids, PackedContext(packed))
-        head = self.model.get_output_embeddings()
-        predictors = hidden.index_select(0, packed.response_index)
-        return response_log_probs(predictors, head.weight, head.bias, packed.targets, temperature, self.rows)
+        return hidden.index_select(0, packed.response_index)
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states (T, H) of packed tokens (T,), T a multiple of ``rows.multiple``."""

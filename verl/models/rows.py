@@ -1,20 +1,24 @@
 """Linear layers whose rows keep their bits whatever they are computed beside.
 
-A matmul library picks its kernel by the number of rows, and another kernel may add up in another order. Two rules make
-a row's result independent of its neighbours:
+A matmul library picks its kernel by the number of rows, and another kernel may add up in another order. Three rules
+make a row's result independent of its neighbours:
 
+* ``packed``: the weight is laid out for oneDNN once, by the layout that it wants for a single row, and the layer is
+  computed in calls of at most 128 rows. In bfloat16 every such call then adds up alike, on AVX512 and on AMX, and no
+  call lays out the weight again, which takes longer than the product itself while there are few rows.
 * ``multiple``: row counts are padded to a multiple of 8. Enough for float32 under MKL's strict reproducible mode
   (``MKL_CBWR=AUTO,STRICT``, which the workers set) and for bfloat16 on AVX512.
-* ``block``: the layer is computed in calls of exactly 64 rows, one kernel for all. Needed for bfloat16 on AMX, where
-  kernels differ between 8, 64 and 4,096 rows.
+* ``block``: the layer is computed in calls of exactly 64 rows, one kernel for all. For bfloat16 on AMX where there is
+  no packing: kernels differ between 8, 64 and 4,096 rows.
 
-:func:`choose_row_rule` tries them on the model's own shapes. Where neither holds, the start-up check of the engine
+:func:`choose_row_rule` tries them on the model's own shapes. Where none holds, the start-up check of the engine
 against the trainer says so and old log-probs are computed again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +27,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 BLOCK = 64
-PROBE_ROWS = (8, 24, 40, 64, 136, 264, 520, 1032)
+PACKED_BLOCK = 128
+PROBE_ROWS = (*range(8, 136, 8), 136, 264, 520, 1032)
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,14 @@ class RowRule:
 
     Attributes:
         multiple: row counts are padded to a multiple of this.
-        block: rows of one matmul call; None for all at once.
+        block: rows of one matmul call (the most of one, where the weight is packed); None for all at once.
+        packed: the weight is kept a second time in oneDNN's own layout.
         proven: whether the probe found every row's bits independent of the others.
     """
 
     multiple: int = 8
     block: int | None = None
+    packed: bool = False
     proven: bool = False
 
     def padded(self, rows: int) -> int:
@@ -46,24 +53,42 @@ class RowRule:
 
 ALL_ROWS = RowRule()
 IN_BLOCKS = RowRule(multiple=BLOCK, block=BLOCK)
+PACKED = RowRule(block=PACKED_BLOCK, packed=True)
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
     """``F.linear`` under a row rule: x (..., T, H) with T a multiple of the rule's, weight (O, H) -> (..., T, O)."""
     if rule.block is None:
         return F.linear(x, weight, bias)
-    return _BlockedLinear.apply(x, weight, bias, rule.block)  # type: ignore[no-any-return]
+    packed = _packed_weight(weight) if rule.packed else None
+    return _BlockedLinear.apply(x, weight, bias, rule.block, packed)  # type: ignore[no-any-return]
+
+
+def _packed_weight(weight: Tensor) -> Tensor:
+    """The weight in oneDNN's layout, kept beside the parameter until its values or its memory change."""
+    holder = weight._base if weight._base is not None else weight  # of a transposed parameter: the parameter
+    stamp = (weight.data_ptr(), weight._version, weight.shape)
+    kept = getattr(holder, "_verl_packed", None)
+    if kept is None or kept[0] != stamp:
+        # Laid out for one row: the only layout whose kernels agree for all numbers of rows.
+        kept = stamp, torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 1)
+        holder._verl_packed = kept  # type: ignore[attr-defined]
+    return kept[1]
 
 
 class _BlockedLinear(torch.autograd.Function):
     """Blocks in the forward, whole matmuls in the backward: gradients are sums over rows and need no such care."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, block: int, packed: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        flat = x.reshape(-1, x.shape[-1])
-        out = torch.cat([F.linear(part, weight, bias) for part in flat.split(block)])
+        parts = x.reshape(-1, x.shape[-1]).split(block)
+        if packed is None:
+            outs = [F.linear(part, weight, bias) for part in parts]
+        else:
+            outs = [torch.ops.mkldnn._linear_pointwise(part, packed, bias, "none", [], "") for part in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -73,7 +98,7 @@ class _BlockedLinear(torch.autograd.Function):
         grad_x = (grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         grad_weight = grad.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _RowLinear(nn.Linear):
@@ -117,10 +142,22 @@ def choose_row_rule(model: nn.Module) -> RowRule:
     if any(weight.device.type != "cpu" for weight in weights.values()):
         return ALL_ROWS
     generator = torch.Generator().manual_seed(0)
-    for rule in (ALL_ROWS, IN_BLOCKS):
+    for rule in (PACKED, ALL_ROWS, IN_BLOCKS):
+        if rule.packed and not _can_pack(weights.values()):
+            continue
         if all(_keeps_bits(weight, rule, generator) for weight in weights.values()):
-            return RowRule(rule.multiple, rule.block, proven=True)
+            return replace(rule, proven=True)
     return ALL_ROWS
+
+
+def _can_pack(weights: Iterable[Tensor]) -> bool:
+    """Whether oneDNN computes in bfloat16 here; float32 is MKL's, whose kernels keep their bits without packing."""
+    return (
+        all(weight.dtype == torch.bfloat16 for weight in weights)
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def _keeps_bits(weight: Tensor, rule: RowRule, generator: torch.Generator) -> bool:

@@ -27,6 +27,7 @@ class Column:
 
 
 LOADER, ROLLOUT, SCORING, PROCESS = "the data loader", "rollout", "scoring", "the process stage"
+UPDATE = "the update stage"
 
 _ROWS = [
     # one row per drawn prompt
@@ -37,6 +38,7 @@ _ROWS = [
     Column("ground_truth", "(B,)", "object", LOADER, "what the reward function compares with"),
     Column("extra_info", "(B,)", "object", LOADER, "dict, the row's further columns"),
     Column("row_index", "(B,)", "object", LOADER, "int, the row's number in its source"),
+    Column("columns", "(B,)", "object", LOADER, "dict, columns of the file that extra_info does not hold"),
     # one row per response
     Column("index", "(B,)", "object", ROLLOUT, "int, the response's number in its group; -1: greedy baseline"),
     Column("finish_reason", "(B,)", "object", ROLLOUT, "str, 'stop' or 'length'"),
@@ -50,11 +52,17 @@ _ROWS = [
     Column("rollout_log_probs", "(B, R)", "float32", ROLLOUT, "log-probs of the sampled ids, by the engine"),
     Column("token_level_scores", "(B, R)", "float32", SCORING, "the reward alone, at the last response token"),
     Column("scored", "(B,)", "bool", SCORING, "False: no reward function could score the row"),
+    Column("baseline_scores", "(B,)", "float32", SCORING, "remax: score of the greedy response to the row's prompt"),
+    Column("baseline_lengths", "(B,)", "int64", SCORING, "remax: its length in tokens"),
     Column("old_log_probs", "(B, R)", "float32", PROCESS, "log-probs by the weights at the start of the update"),
     Column("ref_log_probs", "(B, R)", "float32", PROCESS, "log-probs by the reference model"),
     Column("values", "(B, R)", "float32", PROCESS, "the critic's value before each response token"),
     Column("token_level_rewards", "(B, R)", "float32", PROCESS, "scores after the KL penalty in the reward"),
+    Column("bootstrap_values", "(B,)", "float32", PROCESS, "the critic's value behind a response that was cut, else 0"),
     Column("advantages", "(B, R)", "float32", PROCESS, "by algorithm.adv_estimator"),
+    Column("full_kl", "(B, R)", "float32", PROCESS, "KL of the policy from the reference, over the vocabulary"),
+    Column("importance_weights", "(B, R)", "float32", PROCESS, "by algorithm.rollout_correction; weigh token losses"),
+    Column("draws", "(B, R)", "float32", UPDATE, "uniform numbers by slot and position, for losses that choose"),
     Column("returns", "(B, R)", "float32", PROCESS, "what the critic learns to predict"),
 ]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
+
+from verl.errors import RewardError
 
 MAX_SCORE = 3.4028234663852886e38  # scores travel in float32
 
@@ -51,6 +54,53 @@ def check_result(result: Any) -> Score:
     if not math.isfinite(value) or abs(value) > MAX_SCORE:
         return Score(None, "invalid", extras, f"{_short(result)}, not a finite float32")
     return Score(value, "scored", extras)
+
+
+def check_batch(result: Any, count: int, name: str) -> list[Score]:
+    """Read what a function returned for ``count`` responses at once: a list, one entry a response.
+
+    A tuple, a one-dimensional array or tensor is a list too, and each entry is read as by :func:`check_result`.
+    OpenRLHF's dict has the list under ``"rewards"``; its ``"scores"`` and the entries of its ``"extra_logs"`` (lists
+    as long, or one value for all) become extras.
+
+    Args:
+        name: what the function is called in messages.
+
+    Raises:
+        RewardError: anything else, or a list of another length. Nothing is broadcast, cut or filled up.
+    """
+    extras: dict[str, list[Any]] = {}
+    rewards = result
+    if isinstance(result, Mapping) and "rewards" in result:
+        rewards = result["rewards"]
+        logs = result.get("extra_logs") or {}
+        if not isinstance(logs, Mapping):
+            raise RewardError(
+                f'"extra_logs" is no dict: {name}', f"{type(logs).__name__} {_short(logs)}", "return a dict"
+            )
+        for key, value in {"scores": result.get("scores"), **logs}.items():
+            single = isinstance(_plain(value), str | Real)
+            if value is not None:
+                extras[str(key)] = [value] * count if single else _aligned(value, count, f"{key} of {name}")
+    scores = [check_result(entry) for entry in _aligned(rewards, count, name)]
+    for i, score in enumerate(scores):
+        score.extras.update({key: _plain(values[i]) for key, values in extras.items()})
+    return scores
+
+
+def _aligned(values: Any, count: int, name: str) -> list[Any]:
+    if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist"):
+        values = values.tolist()
+    fix = "return one number (or None: cannot be scored) for each response, in their order"
+    if not isinstance(values, list | tuple):
+        raise RewardError(
+            f"The reward function returned no list for {count} responses: {name}",
+            f"{type(values).__name__} {_short(values)}",
+            fix,
+        )
+    if len(values) != count:
+        raise RewardError(f"The reward function returned {len(values)} values for {count} responses: {name}", None, fix)
+    return list(values)
 
 
 def _plain(value: Any) -> Any:

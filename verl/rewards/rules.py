@@ -1,8 +1,9 @@
 """Built-in reward rules.
 
-Each is ``rule(response_text, ground_truth, extra_info, **options) -> float``. An answer that cannot be found scores 0:
-the model did not give one. Raising is for what is no fault of the model (a ground truth that is not a number, a row
-without the columns that the rule needs); the scorer counts that and leaves the row unscored.
+Each is ``rule(response_text, ground_truth, extra_info, **options) -> {"score": float, "pred": str | None}``: what it
+scores, and the answer that it read, in one spelling for equal answers (majorities are counted by it). An answer that
+cannot be found scores 0: the model did not give one. Raising is for what is no fault of the model (a ground truth that
+is not a number, a row without the columns that the rule needs); the scorer counts that and leaves the row unscored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from verl.config.names import did_you_mean
 from verl.errors import RewardError
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
-Rule = Callable[..., float]
+Rule = Callable[..., dict[str, Any]]
+
+LONGEST_ANSWER = 200  # characters; what is longer is scored as it is, and is a text rather than an answer
 
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\f?boxed\s*|\\fbox\s*")
@@ -30,7 +33,7 @@ def gsm8k(
     extra_info: dict[str, Any] | None = None,
     method: str = "strict",
     format_score: float = 0.0,
-) -> float:
+) -> dict[str, Any]:
     """1 if the answer equals the ground truth as a number, else 0.
 
     The answer is what follows the last ``####``: a number, with an optional ``$``, thousands separators, unit after a
@@ -49,13 +52,19 @@ def gsm8k(
     elif method != "strict":
         raise RewardError("The gsm8k rule has no such method.", method, "strict or flexible")
     if answer is None:
-        return 0.0
-    return 1.0 if answer == truth else float(format_score)
+        return _graded(0.0, None)
+    return _graded(1.0 if answer == truth else format_score, answer)
 
 
-def number(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def number(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     """1 if the last number of the response equals the ground truth, else 0 ("9 + 9 is 18." answers 18)."""
-    return float(last_number(response_text) == _truth_number(ground_truth))
+    answer = last_number(response_text)
+    return _graded(answer == _truth_number(ground_truth), answer)
+
+
+def _graded(score: float, answer: Any) -> dict[str, Any]:
+    text = "" if answer is None else str(answer)
+    return {"score": float(score), "pred": text if 0 < len(text) <= LONGEST_ANSWER else None}
 
 
 def _truth_number(ground_truth: Any) -> Fraction:
@@ -70,13 +79,14 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def exact_match(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def exact_match(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     """1 if the whole response is the ground truth (or one of a list of them) after :func:`normalise`, else 0."""
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return float(normalise(response_text) in {normalise(str(truth)) for truth in truths})
+    answer = normalise(response_text)
+    return _graded(answer in {normalise(str(truth)) for truth in truths}, answer)
 
 
-def boxed(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def boxed(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     r"""1 if the content of the last ``\boxed{...}`` equals the ground truth, else 0; no box, no answer.
 
     Equal means: the same number ("0.5", "1/2", "\frac{1}{2}" and "\frac12" are), or the same text without white space.
@@ -84,16 +94,15 @@ def boxed(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | No
     """
     answer = last_boxed(response_text)
     if answer is None:
-        return 0.0
+        return _graded(0.0, None)
     whole = str(ground_truth)
     truth = last_boxed(whole) if _BOX.search(whole) else whole
     if truth is None:
         raise RewardError("The ground truth has an unclosed box.", ground_truth, "correct the row")
     left, right = _plain_math(answer), _plain_math(truth)
-    if left == right:
-        return 1.0
     value = whole_number(left)
-    return float(value is not None and value == whole_number(right))
+    equal = left == right or (value is not None and value == whole_number(right))
+    return _graded(equal, left if value is None else value)
 
 
 def last_boxed(text: str) -> str | None:
@@ -133,7 +142,7 @@ def _plain_math(text: str) -> str:
     return text
 
 
-def reasoning_gym(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+def reasoning_gym(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     """Score of reasoning-gym's own scorer for the row's task; partial credit where the task gives it.
 
     The answer is the content of the last ``<answer>...</answer>``, else the whole response; white space at its ends is
@@ -155,7 +164,8 @@ def reasoning_gym(response_text: str, ground_truth: Any, extra_info: dict[str, A
         "answer": extra.get("answer"),
         "metadata": load_typed(extra["metadata"]),
     }
-    return float(_reasoning_scorer(extra["task"], extra.get("options") or "{}")(answer, entry))
+    score = _reasoning_scorer(extra["task"], extra.get("options") or "{}")(answer, entry)
+    return _graded(score, answer)
 
 
 @lru_cache(maxsize=256)

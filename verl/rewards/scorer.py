@@ -11,7 +11,7 @@ import copy
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,52 +20,78 @@ import torch
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
-from verl.rewards.custom import accepts, describe, load_function
-from verl.rewards.results import Outcome, Score, check_result
+from verl.rewards import batched
+from verl.rewards.custom import VERL, UserFunction, accepts, check_function, load_function
+from verl.rewards.results import Outcome, Score, check_batch, check_result
 from verl.rewards.rules import Rule, by_source, rule_named
+from verl.user_code import describe
 
 if TYPE_CHECKING:
     from verl.config import RewardConfig
+    from verl.data.rows import PromptRow
 
 ASYNC_LIMIT = 64  # async calls in flight at once
+
+_ROW_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")  # what a reward is told of a response
 
 
 class RuleScorer:
     """Scores responses with a built-in rule (``reward.rule``) or the user's function, which wins if it is given.
 
+    Args:
+        decode: token ids to text, special tokens included; functions in OpenRLHF's signature get the prompt from it.
+        function: a function of this program, in place of what ``config`` says.
+
     Raises:
         RewardError: the function cannot be loaded, or the rule is unknown or refuses ``reward.reward_kwargs``.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        decode: batched.Decode | None = None,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
         self.config = config
+        self._decode = decode
         self._kwargs = dict(config.reward_kwargs)
-        self._file: Path | None = None
-        self._custom: Callable[..., Any] | None = None
+        self._custom: UserFunction | None = None
         self._rule: Rule | None = None
         path = config.custom_reward_function.path
-        if path is not None:
-            self._file = Path(path).expanduser().resolve()
+        if function is not None:
+            name = getattr(function, "__name__", type(function).__name__)
+            self._custom = check_function(function, name, kwargs=self._kwargs)
+        elif path is not None:
             self._custom = load_function(path, config.custom_reward_function.name, self._kwargs)
-            self._with_extra_info = accepts(self._custom, "extra_info")
         elif config.rule != "auto":
             self._rule = self._checked(rule_named(config.rule))
 
-    def check_sources(self, sources: Iterable[str]) -> None:
-        """Refuse, before the run starts, data sources that no rule belongs to.
+    def check_rows(self, rows: Sequence[PromptRow]) -> None:
+        """Refuse, before the run starts, rows of a dataset that cannot be scored.
 
         Raises:
-            RewardError: as :func:`by_source`.
+            RewardError: no rule belongs to a data source, or no row has a column that the user's function asks for.
         """
-        if self._custom is None and self._rule is None:
-            for source in sorted(set(sources)):
+        if self._custom is not None:
+            held = {*batched.ALWAYS, *(name for row in rows for name in {**row.extra_info, **row.columns})}
+            missing = [name for name in self._custom.columns if name not in held]
+            if missing:
+                raise RewardError(
+                    f"The reward function asks for {', '.join(missing)}, and the data has no such column.",
+                    self._custom.name,
+                    f"columns: {', '.join(sorted(held))}; rename the parameter, or give it a default",
+                )
+        elif self._rule is None:
+            for source in sorted({row.data_source for row in rows}):
                 self._checked(by_source(source))
 
     def score(self, batch: DataProto) -> DataProto:
         """Score every response of ``batch``.
 
         Args:
-            batch: tensor ``response_mask`` (B, R); columns ``response_text, data_source, ground_truth, extra_info``.
+            batch: tensor ``response_mask`` (B, R); columns ``response_text, data_source, ground_truth, extra_info``;
+                for functions that take a batch also tensors ``responses`` (B, R) and ``attention_mask`` (B, P+R) and
+                columns ``prompt_ids, raw_prompt, columns``. Rows without a response token are not asked about.
 
         Returns:
             Tensors ``token_level_scores`` (B, R) float32 and ``scored`` (B,) bool; columns ``score`` (float or None),
@@ -75,20 +101,19 @@ class RuleScorer:
 
         Raises:
             RewardError: the share of asked rows that failed or came back invalid is over
-                ``reward.max_failed_fraction``; the first reason is quoted.
+                ``reward.max_failed_fraction``; the first reason is quoted. Or a function that takes a batch did not
+                return one value for each of its responses.
         """
-        check_columns(batch, "response_mask", "response_text", "data_source", "ground_truth", "extra_info")
+        check_columns(batch, "response_mask", *_ROW_COLUMNS)
         mask = batch.batch["response_mask"].bool()
-        scores = self.score_rows(
-            has_tokens=mask.any(dim=1).tolist(),
-            texts=batch.non_tensor_batch["response_text"].tolist(),
-            sources=batch.non_tensor_batch["data_source"].tolist(),
-            truths=batch.non_tensor_batch["ground_truth"].tolist(),
-            extra_infos=batch.non_tensor_batch["extra_info"].tolist(),
-        )
-        counts = Counter(score.outcome for score in scores)
+        asked = mask.any(dim=1)
+        scores = [Score(None, "empty")] * len(batch)
+        if asked.any():
+            for place, score in zip(asked.nonzero().flatten().tolist(), self._ask(batch[asked]), strict=True):
+                scores[place] = score
         reasons = [score.reason for score in scores if score.reason is not None]
-        self._check_share(len(reasons), asked=len(scores) - counts["empty"], reasons=reasons)
+        self._check_share(len(reasons), int(asked.sum()), reasons)
+        counts = Counter(score.outcome for score in scores)
         return DataProto.from_dict(
             tensors={
                 "token_level_scores": place_scores([score.value for score in scores], mask),
@@ -98,22 +123,17 @@ class RuleScorer:
             meta_info={"metrics": {f"reward/{outcome}": counts[outcome] for outcome in get_args(Outcome)}},
         )
 
-    def score_rows(
-        self,
-        has_tokens: Sequence[bool],
-        texts: Sequence[str],
-        sources: Sequence[str],
-        truths: Sequence[Any],
-        extra_infos: Sequence[dict[str, Any] | None],
-    ) -> list[Score]:
-        """One :class:`Score` a row, in order. Rows without a response token are not asked about."""
-        calls = [
-            self._call(text, source, truth, extra) if asked else None
-            for asked, text, source, truth, extra in zip(has_tokens, texts, sources, truths, extra_infos, strict=True)
-        ]
-        if self._custom is not None and inspect.iscoroutinefunction(self._custom):
-            return _run_coroutine(_gather(calls, self._file))
-        return [Score(None, "empty") if call is None else self._ask(call) for call in calls]
+    def _ask(self, rows: DataProto) -> list[Score]:
+        """One :class:`Score` a row, in order."""
+        custom = self._custom
+        if custom is not None and custom.signature is not VERL:
+            check_columns(rows, *batched.COLUMNS)
+            return self._ask_for_all(custom, rows)
+        told = [rows.non_tensor_batch[name].tolist() for name in _ROW_COLUMNS]
+        calls = [self._call(*row) for row in zip(*told, strict=True)]
+        if custom is not None and custom.is_async:
+            return _run_coroutine(_gather(calls, custom.file))
+        return [self._score_of(call) for call in calls]
 
     def _call(self, text: str, source: str, truth: Any, extra: dict[str, Any] | None) -> Callable[[], Any]:
         # A copy: what the function does to it must not reach the dataset or the other responses of the group.
@@ -122,19 +142,27 @@ class RuleScorer:
             rule = self._rule or self._checked(by_source(source))
             return lambda: rule(text, truth, extra, **self._kwargs)
         arguments = {"data_source": source, "solution_str": text, "ground_truth": truth, **self._kwargs}
-        if self._with_extra_info:
+        if self._custom.takes("extra_info"):
             arguments["extra_info"] = extra
-        custom = self._custom
-        return lambda: custom(**arguments)
+        function = self._custom.function
+        return lambda: function(**arguments)
 
-    def _ask(self, call: Callable[[], Any]) -> Score:
+    def _score_of(self, call: Callable[[], Any]) -> Score:
         try:
-            result = call()
-            if inspect.isawaitable(result):  # a callable object whose call is async, or a function returning one
-                result = _run_coroutine(_awaited(result))
-            return check_result(result)
+            return check_result(_finished(call()))
         except (Exception, SystemExit) as error:
-            return Score(None, "failed", reason=describe(error, self._file))
+            return self._failure(error)
+
+    def _ask_for_all(self, custom: UserFunction, rows: DataProto) -> list[Score]:
+        given = batched.arguments(custom, rows, self._decode)
+        try:
+            result = _finished(custom.function(**{**given, **self._kwargs}))
+        except (Exception, SystemExit) as error:
+            return [self._failure(error)] * len(rows)
+        return check_batch(result, len(rows), custom.name)
+
+    def _failure(self, error: BaseException) -> Score:
+        return Score(None, "failed", reason=describe(error, self._custom.file if self._custom else None))
 
     def _checked(self, rule: Rule) -> Rule:
         refused = [name for name in self._kwargs if not accepts(rule, name)]
@@ -179,12 +207,10 @@ def _columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
     return columns
 
 
-async def _gather(calls: Sequence[Callable[[], Any] | None], file: Path | None) -> list[Score]:
+async def _gather(calls: Sequence[Callable[[], Any]], file: Path) -> list[Score]:
     slots = asyncio.Semaphore(ASYNC_LIMIT)
 
-    async def ask(call: Callable[[], Any] | None) -> Score:
-        if call is None:
-            return Score(None, "empty")
+    async def ask(call: Callable[[], Any]) -> Score:
         async with slots:
             try:
                 return check_result(await call())
@@ -194,8 +220,13 @@ async def _gather(calls: Sequence[Callable[[], Any] | None], file: Path | None) 
     return list(await asyncio.gather(*(ask(call) for call in calls)))
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def _finished(result: Any) -> Any:
+    """The result, awaited where it must be: an async function, or one that returns what another has to await."""
+
+    async def awaited() -> Any:
+        return await result
+
+    return _run_coroutine(awaited()) if inspect.isawaitable(result) else result
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:

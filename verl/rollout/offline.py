@@ -2,64 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.errors import EngineError
+from verl.data.files import expand_files
+from verl.data.rendering import render
+from verl.data.rows import BadRow, PromptRow
+from verl.data.sources import FileRows
+from verl.errors import DataError, EngineError, ModelError
 from verl.models.attention import ATTENTION_NAME
-from verl.models.loading import load_causal_lm, load_tokenizer, require_chat_template, stop_ids
+from verl.models.loading import load_causal_lm, stop_ids
 from verl.models.policy import PolicyModel
 from verl.rollout.embedded import EmbeddedEngine
-from verl.rollout.protocol import Request, SamplingParams, Slot, generate
+from verl.rollout.protocol import Request, Result, RolloutEngine, SamplingParams, Slot
 from verl.rollout.seeds import slot_seed
+from verl.rollout.text import Decode, TextStream, response_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config import DataConfig
+
+SHOWN_BAD_ROWS = 5
 
 
-def generate_text(
-    model: str,
-    prompts: Sequence[str],
-    *,
-    raw: bool = False,
-    n: int = 1,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 1,
-    dtype: str = "bfloat16",
-    trust_remote_code: bool = False,
-) -> list[str]:
-    """``n`` responses to each prompt, those of a prompt side by side, special tokens left out.
+# --- prompts -------------------------------------------------------------------------------------------------------
 
-    Args:
-        model: what ``model.path`` takes.
-        raw: continue the text as it is; else each prompt is a user message for the chat template.
+
+def plain_prompt(text: str, number: int, location: str) -> PromptRow:
+    """A row that is nothing but a prompt. Raises DataError for a blank one."""
+    if not text.strip():
+        raise DataError("A prompt is empty.", location, "give it some text")
+    return PromptRow(text, data_source="", ground_truth=None, extra_info={}, row_index=number, location=location)
+
+
+def read_prompts(file: str, config: DataConfig) -> list[PromptRow]:
+    """Prompts of a data file by ``config.prompt_key``, or of a ``.txt``: each line that is not blank.
 
     Raises:
-        ModelError: no such model, or no chat template (and not ``raw``).
-        EngineError: an empty prompt, or one that leaves no room for a response.
+        DataError: it cannot be read, or rows have no prompt (all counted, the first few named).
     """
-    tokenizer = load_tokenizer(model, trust_remote_code)
-    if not raw:
-        require_chat_template(tokenizer, model)
+    if file.endswith(".txt"):
+        return [prompt for path in expand_files([file], "--input") for prompt in _lines(path)]
+    source = FileRows([file], config, "--input")
+    rows = source.read(0, len(source))
+    bad = [f"\n    {row}" for row in rows if isinstance(row, BadRow)]
+    if bad:
+        more = f"\n    and {len(bad) - SHOWN_BAD_ROWS} more" if len(bad) > SHOWN_BAD_ROWS else ""
+        what = f"{len(bad)} of {len(rows)} rows have no prompt."
+        raise DataError(what, "".join(bad[:SHOWN_BAD_ROWS]) + more, "correct or remove them")
+    return [row for row in rows if isinstance(row, PromptRow)]
+
+
+def _lines(path: Path) -> list[PromptRow]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError("A file of prompts is not UTF-8 text.", path, "save it as UTF-8") from error
+    found = [plain_prompt(line, i, f"{path}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
+    if not found:
+        raise DataError("A file of prompts has no line with text.", path, "write one prompt a line")
+    return found
+
+
+def as_chats(rows: Sequence[PromptRow], system: str | None = None) -> list[PromptRow]:
+    """Plain text becomes a user's message; ``system`` goes before it, and before chats without one of their own."""
+    chats = []
+    for row in rows:
+        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        chats.append(replace(row, prompt=messages))
+    return chats
+
+
+def requests_for(
+    rows: Sequence[PromptRow],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+    n: int = 1,
+    seed: int = 1,
+    template_kwargs: dict[str, Any] | None = None,
+) -> list[Request]:
+    """``n`` requests a prompt, those of a prompt side by side, each with a seed of its own.
+
+    Raises:
+        DataError: a chat that the template refuses.
+        ModelError: chats, and the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template and not all(isinstance(row.prompt, str) for row in rows):
+        fix = "use an instruction-tuned model, or let it continue the text as it is with --raw"
+        raise ModelError("the model's tokenizer has no chat template", tokenizer.name_or_path, fix)
+    ids, refused = render(rows, tokenizer, template_kwargs)
+    for place, reason in refused.items():
+        where = rows[place].location
+        raise DataError("The chat template refuses a prompt.", f"{where}: {reason}", "change its messages")
+    return [
+        Request(Slot(str(number), i), prompt, replace(sampling, seed=slot_seed(seed, str(number), i)))
+        for number, prompt in enumerate(ids)
+        for i in range(n)
+    ]
+
+
+# --- responses -----------------------------------------------------------------------------------------------------
+
+
+def load_engine(
+    model: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str = "bfloat16",
+    trust_remote_code: bool = False,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 8192,
+    device: str | None = None,
+) -> EmbeddedEngine:
+    """An engine with the weights of what ``model.path`` takes; ``device`` None: the GPU if there is one.
+
+    Raises:
+        ModelError: no such model, or it cannot be loaded.
+    """
     lm = load_causal_lm(model, getattr(torch, dtype), trust_remote_code, attn_implementation=ATTENTION_NAME)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = EmbeddedEngine(PolicyModel(lm.to(device)), tokenizer, end_tokens=stop_ids(model, tokenizer))
-    requests = []
-    for number, prompt in enumerate(prompts):
-        message = [{"role": "user", "content": prompt}]
-        ids = (
-            tokenizer(prompt)["input_ids"]
-            if raw
-            else tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
-        )
-        for index in range(n):
-            sampling = SamplingParams(max_new_tokens, temperature, seed=slot_seed(seed, str(number), index))
-            requests.append(Request(Slot(str(number), index), list(ids), sampling))
-    results = generate(engine, requests)
-    for request, result in zip(requests, results, strict=True):
-        if result.finish_reason == "refused":
-            raise EngineError(
-                f"prompt {request.slot.uid} is as long as all positions of the model",
-                f"{len(request.prompt_ids)} tokens",
-                "shorten it",
-            )
-    return [tokenizer.decode(result.response_ids, skip_special_tokens=True) for result in results]
+    policy = PolicyModel(lm.to(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    return EmbeddedEngine(policy, tokenizer, max_num_seqs, max_num_batched_tokens, stop_ids(model, tokenizer))
+
+
+def in_order(
+    engine: RolloutEngine, requests: Sequence[Request], finished: Callable[[int], None] = lambda count: None
+) -> Iterator[Result]:
+    """The result of each request, in their order, each as soon as those before it are there.
+
+    Args:
+        finished: told how many responses have ended, in any order.
+    """
+    engine.submit(list(requests))
+    results: dict[Slot, Result] = {}
+    count = 0
+    for request in requests:
+        while request.slot not in results:
+            ended = engine.step()
+            results.update((result.slot, result) for result in ended)
+            if ended:
+                count += len(ended)
+                finished(count)
+        yield results.pop(request.slot)
+
+
+def stream(engine: EmbeddedEngine, request: Request, decode: Decode) -> Iterator[str]:
+    """The response's text in pieces, as it is sampled.
+
+    Raises:
+        EngineError: as :func:`require_room`.
+    """
+    engine.submit([request])
+    text = TextStream(decode, request.sampling.stop)
+    while True:
+        ended = engine.step()
+        if ended:
+            require_room(ended[0], request)
+            yield text.finish(response_text(ended[0], decode, request.sampling.stop))
+            return
+        yield text.grow(engine.scheduler.active[0].ids)
+
+
+def require_room(result: Result, request: Request) -> None:
+    """Raise EngineError for a prompt that fills all positions of the model."""
+    if result.finish_reason == "refused":
+        what = f"prompt {int(request.slot.uid) + 1} is as long as all positions of the model"
+        raise EngineError(what, f"{len(request.prompt_ids)} tokens", "shorten it")

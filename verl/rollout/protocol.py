@@ -19,6 +19,8 @@ FinishReason = Literal["stop", "length", "abort", "refused"]
 BIT_PARITY = "bit_parity"  # log-probs equal the trainer's bit for bit on CPU
 SHARED_WEIGHTS = "shared_weights"  # the engine reads the trainer's own tensors; load_weights copies nothing
 
+BASELINE_INDEX = -1  # index in the group of the greedy response that an estimator compares with
+
 
 @dataclass(frozen=True, order=True)
 class Slot:

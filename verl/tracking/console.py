@@ -1,7 +1,9 @@
-"""What a person sees in the terminal: one line a step, and a few samples at each evaluation."""
+"""What a person sees in a log: one line a step, and a few samples at each evaluation."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import time
 import unicodedata
@@ -13,7 +15,7 @@ from rich.text import Text
 
 from verl.run_dir import clean_text
 from verl.tracking import names
-from verl.tracking.samples import SampleRow, spread
+from verl.tracking.samples import SampleRow, Split, spread
 
 # --- text that is safe to print -------------------------------------------------------------------------------------
 
@@ -42,7 +44,11 @@ def printable(text: str, limit: int | None = None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: ``8.3s``, ``4m05s``, ``2h07m``, ``3d04h``."""
+    """Seconds for people: ``0.08s``, ``8.3s``, ``4m05s``, ``2h07m``, ``3d04h``; ``-`` for no end."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 0.995:
+        return f"{seconds:.2f}s"
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -53,10 +59,28 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-# --- one line a step ------------------------------------------------------------------------------------------------
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
-def _figure(value: float | None) -> str:
+def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+    """A curve in one line of at most ``width`` characters, from its lowest value to its highest.
+
+    Neighbours are averaged where there are more values than characters. All equal: a flat line.
+    """
+    count = min(len(values), width)
+    if count <= 0:
+        return ""
+    edges = [i * len(values) // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    if not 0 < span < math.inf:
+        return blocks[0] * count
+    return "".join(blocks[round((value - low) / span * 7)] for value in means)
+
+
+def figure(value: float | None) -> str:
     """A number in at most 8 characters: plain where that shows three digits, else scientific."""
     if value is None:
         return "-"
@@ -68,87 +92,21 @@ def _figure(value: float | None) -> str:
     return f"{value:.{4 if size < 1 else 3 if size < 10 else 1}f}"
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else duration(value)
-
-
-_WIDTHS = {"reward": 8, "val": 8, "length": 7, "KL": 9, "entropy": 8, "grad": 8}
-_SHOWN_STAGES = ("gen", "process", "update")
-
-
-class ConsoleTracker:
-    """One aligned line a step, under 100 columns; the header comes again every ``header_every`` lines.
-
-    Colours on a terminal, the same line plain in a log. Shows reward (``critic/score/mean``), validation, response
-    length, KL, entropy, gradient norm, seconds by stage and the time left; ``-`` where a step has no such figure.
+class TimeLeft:
+    """Guesses how long the remaining steps take, from how long the last ones took.
 
     Args:
-        total_steps: N of "step k/N".
-        console: where to print; standard output by default.
-        header_every: lines between headers.
-        clock: seconds, for the time left.
+        total_steps: of the whole run.
+        clock: seconds.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        console: Console | None = None,
-        header_every: int = 20,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._total = total_steps
-        self._console = console or Console(highlight=False)
-        self._header_every = header_every
-        self._clock = clock
-        self._lines = 0
-        self._kl_label = "KL"
+    def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
+        self._total, self._clock = total_steps, clock
         self._last: float | None = None
         self._durations: deque[float] = deque(maxlen=20)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        kl = names.kl(metrics)
-        new_label = kl is not None and self._kl_label not in ("KL", kl[0])  # another KL under a header that named one
-        if kl is not None:
-            self._kl_label = kl[0]
-        if new_label or self._lines % self._header_every == 0:
-            self._print(self._header())
-            self._lines = 0
-        self._lines += 1
-        self._print(self._line(step, metrics, None if kl is None else kl[1]))
-
-    def close(self) -> None:
-        pass
-
-    def _header(self) -> Text:
-        cells = [f"{'step':>{self._step_width}}"]
-        cells += [f"{self._kl_label if name == 'KL' else name:>{width}}" for name, width in _WIDTHS.items()]
-        cells += [f"{stage:>7}" for stage in _SHOWN_STAGES] + [f"{'ETA':>6}"]
-        return Text(" ".join(cells), style="dim")
-
-    def _line(self, step: int, metrics: dict[str, float], kl: float | None) -> Text:
-        figures = {
-            "reward": names.number(metrics, names.REWARD),
-            "val": names.validation_score(metrics),
-            "length": names.number(metrics, names.RESPONSE_LENGTH),
-            "KL": kl,
-            "entropy": names.number(metrics, names.ENTROPY),
-            "grad": names.number(metrics, names.GRAD_NORM),
-        }
-        styles = {"reward": "bold cyan", "val": "bold green"}
-        stages = names.stage_seconds(metrics)
-        line = Text(f"{f'{step}/{self._total}':>{self._step_width}}")
-        for name, width in _WIDTHS.items():
-            line.append(" ").append(f"{_figure(figures[name]):>{width}}", style=styles.get(name, ""))
-        for stage in _SHOWN_STAGES:
-            line.append(f" {_seconds(stages.get(stage)):>7}", style="dim")
-        return line.append(f" {_seconds(self._time_left(step, metrics)):>6}")
-
-    @property
-    def _step_width(self) -> int:
-        return 2 * len(str(self._total)) + 1
-
-    def _time_left(self, step: int, metrics: dict[str, float]) -> float | None:
-        """Remaining steps times the mean wall time between the last lines (the first step: its own seconds)."""
+    def after(self, step: int, metrics: Mapping[str, object]) -> float | None:
+        """Remaining steps times the mean wall time between the last calls (the first step: its own seconds)."""
         now = self._clock()
         own = names.number(metrics, names.STEP_SECONDS)
         trained = names.number(metrics, names.REWARD) is not None or own is not None
@@ -161,8 +119,98 @@ class ConsoleTracker:
             return None
         return max(0, self._total - step) * sum(self._durations) / len(self._durations)
 
+
+# --- one line a step ------------------------------------------------------------------------------------------------
+
+_WIDTHS = {"reward": 8, "val": 8, "length": 7, "KL": 9, "entropy": 8, "grad": 8}
+_STAGE_WIDTHS = {"gen": 7, "process": 7, "update": 7}
+_LEFT_OUT_FIRST = ("process", "update", "grad", "gen", "entropy", "KL", "length", "val")  # on a narrow terminal
+
+
+class ConsoleTracker:
+    """One aligned line a step, under 100 columns; the header comes again every ``header_every`` lines.
+
+    Colours on a terminal, the same line plain in a log. Shows reward (``critic/score/mean``), validation, response
+    length, KL, entropy, gradient norm, seconds by stage and the time left; ``-`` where a step has no such figure. Of
+    each validation it shows a few samples. A terminal too narrow for all of it gets fewer figures.
+
+    Args:
+        total_steps: N of "step k/N".
+        console: where to print; standard output by default.
+        header_every: lines between headers.
+        clock: seconds, for the time left.
+        samples: validation samples to show.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        header_every: int = 20,
+        clock: Callable[[], float] = time.monotonic,
+        samples: int = 3,
+    ) -> None:
+        self._total = total_steps
+        self._console = console or Console(highlight=False)
+        self._header_every = header_every
+        self._time_left = TimeLeft(total_steps, clock)
+        self._samples = samples
+        self._lines = 0
+        self._kl_label = "KL"
+
+    def start(self) -> None:
+        pass
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        kl = names.kl(metrics)
+        new_label = kl is not None and self._kl_label not in ("KL", kl[0])  # another KL under a header that named one
+        if kl is not None:
+            self._kl_label = kl[0]
+        if new_label or self._lines % self._header_every == 0:
+            self._print(self._header())
+            self._lines = 0
+        self._lines += 1
+        self._print(self._line(step, metrics))
+
+    def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
+        if split == "val":
+            print_samples(self._console, rows, self._samples)
+
+    def close(self) -> None:
+        pass
+
+    def _header(self) -> Text:
+        cells = [f"{'step':>{self._step_width}}"]
+        cells += [f"{self._kl_label if name == 'KL' else name:>{width}}" for name, width in self._columns().items()]
+        return Text(" ".join([*cells, f"{'ETA':>6}"]), style="dim")
+
+    def _line(self, step: int, metrics: dict[str, float]) -> Text:
+        figures, stages = names.figures(metrics), names.stage_seconds(metrics)
+        styles = {"reward": "bold cyan", "val": "bold green"} | dict.fromkeys(_STAGE_WIDTHS, "dim")
+        line = Text(f"{f'{step}/{self._total}':>{self._step_width}}")
+        for name, width in self._columns().items():
+            text = _seconds(stages.get(name)) if name in _STAGE_WIDTHS else figure(figures[name])
+            line.append(" ").append(f"{text:>{width}}", style=styles.get(name, ""))
+        return line.append(f" {_seconds(self._time_left.after(step, metrics)):>6}")
+
+    def _columns(self) -> dict[str, int]:
+        columns = _WIDTHS | _STAGE_WIDTHS
+        for name in _LEFT_OUT_FIRST:
+            taken = self._step_width + sum(width + 1 for width in columns.values()) + 7
+            if self._console.is_terminal and taken > self._console.width:
+                del columns[name]
+        return columns
+
+    @property
+    def _step_width(self) -> int:
+        return 2 * len(str(self._total)) + 1
+
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else duration(value)
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
@@ -175,15 +223,19 @@ def print_samples(console: Console, rows: Sequence[SampleRow], k: int = 3, limit
     """
     for position in spread(len(rows), k):
         row = rows[position]
-        score = "not scored" if row.score is None else f"reward {row.score:.4g}"
-        style = "yellow" if row.score is None else "green" if row.score > 0 else "red"
-        head = Text("── ").append(score, style=f"bold {style}")
-        facts: Mapping[str, str] = {
-            "truth": "" if row.ground_truth is None else printable(str(row.ground_truth), 60).replace("\n", " "),
-            "tokens": str(row.response_length) if row.response_length else "",
-            "ended by": row.finish_reason,
-        }
-        head.append("".join(f" · {name} {printable(value)}" for name, value in facts.items() if value), style="dim")
-        console.print(head, soft_wrap=True)
+        console.print(sample_head(row), soft_wrap=True)
         console.print(Text(printable(row.prompt.strip(), limit), style="dim"))
-        console.print(Text("→ ", style="bold").append(printable(row.response.strip(), limit), style="default"))
+        console.print(Text().append("→ ", "bold").append(printable(row.response.strip(), limit) or "(empty)"))
+
+
+def sample_head(row: SampleRow) -> Text:
+    """One line about a response: its score first, on one line whatever the row holds."""
+    score = "not scored" if row.score is None else f"reward {row.score:.4g}"
+    style = "yellow" if row.score is None else "green" if row.score > 0 else "red"
+    facts: Mapping[str, str] = {
+        "truth": "" if row.ground_truth is None else printable(str(row.ground_truth), 60).replace("\n", " "),
+        "tokens": str(row.response_length) if row.response_length else "",
+        "ended by": printable(row.finish_reason, 20),
+    }
+    head = Text("── ").append(score, style=f"bold {style}")
+    return head.append("".join(f" · {name} {value}" for name, value in facts.items() if value), style="dim")

@@ -54,6 +54,19 @@ def kl(metrics: Mapping[str, object]) -> tuple[str, float] | None:
     return None
 
 
+def figures(metrics: Mapping[str, object]) -> dict[str, float | None]:
+    """The few figures of a step that a person follows, by short name; which KL it is: :func:`kl`."""
+    found = kl(metrics)
+    return {
+        "reward": number(metrics, REWARD),
+        "val": validation_score(metrics),
+        "length": number(metrics, RESPONSE_LENGTH),
+        "KL": None if found is None else found[1],
+        "entropy": number(metrics, ENTROPY),
+        "grad": number(metrics, GRAD_NORM),
+    }
+
+
 def stage_seconds(metrics: Mapping[str, object]) -> dict[str, float]:
     """Seconds by stage (see ``STAGES``), for the stages that were timed."""
     seconds = {}

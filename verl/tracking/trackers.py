@@ -1,12 +1,11 @@
 """Where metrics go: ``metrics.jsonl`` always, and what ``trainer.logger`` names.
 
-A tracker is one class with ``log`` and ``close``; a new one is a class and an entry in ``LOGGERS``. :class:`Tracker`
+A tracker is one class (:class:`MetricTracker`); a new one is a class and an entry in ``LOGGERS``. :class:`Tracker`
 feeds them all, and none of them can stop the training.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import math
@@ -16,23 +15,42 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from rich.console import Console
+
+from verl.config.names import did_you_mean
 from verl.errors import ConfigError
-from verl.run_dir import RunDir, append_line, json_line
+from verl.run_dir import RunDir, append_line, clean_text, json_line
+from verl.tracking import region
 from verl.tracking.console import ConsoleTracker
+from verl.tracking.live import LiveTracker, StageClock
+from verl.tracking.samples import SampleRow, Split, spread
+from verl.tracking.summary import read_metrics
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class MetricTracker(Protocol):
-    """What receives the metrics of every step. Either method may raise: the facade reports it and goes on."""
+    """What is told about every step. Any of these may raise: the facade reports it and goes on."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def start(self) -> None:
+        """Training begins; from here on :meth:`close` comes, whatever happens."""
+        return None
 
-    def close(self) -> None: ...
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics of one step."""
+        return None
+
+    def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
+        """Responses of a training step or of a validation."""
+        return None
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        return None
 
 
-class JsonlTracker:
+class JsonlTracker(MetricTracker):
     """``metrics.jsonl``: one line a step, ``{"step": 3, "time": 1700000000.123, <name>: <number>, ...}``.
 
     ``time`` is seconds since 1970. JSON has no NaN or infinity: a value that is not finite is written as ``null``, and
@@ -47,12 +65,9 @@ class JsonlTracker:
         head = {"step": step, "time": round(time.time(), 3)}
         append_line(self._path, json_line(head | metrics | head))
 
-    def close(self) -> None:
-        pass
 
-
-class TensorBoardTracker:
-    """TensorBoard events in the run's ``tensorboard`` folder, under the same names.
+class TensorBoardTracker(MetricTracker):
+    """TensorBoard events in the run's ``tensorboard`` folder, under the same names; configuration and samples as text.
 
     Args:
         run_dir: the run.
@@ -69,14 +84,30 @@ class TensorBoardTracker:
 
         purge = None if resumed_from is None else resumed_from + 1
         self._writer: Any = SummaryWriter(str(run_dir.tensorboard), purge_step=purge)
+        self._config = run_dir.config
+
+    def start(self) -> None:
+        if self._config.is_file():
+            self._writer.add_text("config", _markdown_code(self._config.read_text(encoding="utf-8")), 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
+        for position in spread(len(rows), 3 if split == "val" else 0):
+            row = rows[position]
+            text = f"{row.prompt}\n\n{row.response}\n\nreward {row.score}"
+            self._writer.add_text(f"samples/{position}", _markdown_code(text), step)
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _markdown_code(text: str) -> str:
+    """Shown as it is: an indented block cannot be ended by anything in it."""
+    return "".join(f"    {line}\n" for line in clean_text(text).splitlines())
 
 
 class Tracker:
@@ -101,6 +132,11 @@ class Tracker:
         for name, tracker in self._trackers.items():
             self.attempt(name, partial(tracker.log, step, dict(values)), step)
 
+    def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
+        """Shows responses of a training step or of a validation."""
+        for name, tracker in self._trackers.items():
+            self.attempt(name, partial(tracker.samples, step, split, rows), step)
+
     def attempt(self, name: str, action: Callable[[], Result], step: int | None = None) -> Result | None:
         """Does what may fail without harm (samples, report): a failure is reported once by ``name``; None then."""
         try:
@@ -114,6 +150,8 @@ class Tracker:
             self.attempt(name, tracker.close)
 
     def __enter__(self) -> Tracker:
+        for name, tracker in self._trackers.items():
+            self.attempt(name, tracker.start)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,17 +176,37 @@ def _as_number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class TrackerContext:
-    """What a tracker may be built from."""
+    """What a tracker may be built from.
+
+    Attributes:
+        total_steps: for "step k/N" and the time left.
+        resumed_from: step of the checkpoint that the run goes on from, None for a fresh run.
+        console: where a person looks.
+        parts: which part of a step runs now; None: nobody knows, and nothing is shown live.
+        samples: how many validation samples to show.
+    """
 
     run_dir: RunDir
     total_steps: int
-    resumed_from: int | None
+    resumed_from: int | None = None
+    console: Console | None = None
+    parts: StageClock | None = None
+    samples: int = 3
+
+
+def _console_tracker(context: TrackerContext) -> MetricTracker:
+    console = context.console or Console(highlight=False)
+    if context.parts is None or not region.wanted(console):
+        return ConsoleTracker(context.total_steps, console, samples=context.samples)
+    history, _ = read_metrics(context.run_dir)
+    name = context.run_dir.path.resolve().name
+    return LiveTracker(name, context.total_steps, console, context.parts, history, min(2, context.samples))
 
 
 # trainer.logger name -> how it is built. jsonl is always on, naming it is harmless.
 LOGGERS: dict[str, Callable[[TrackerContext], MetricTracker]] = {
     "jsonl": lambda context: JsonlTracker(context.run_dir),
-    "console": lambda context: ConsoleTracker(context.total_steps),
+    "console": _console_tracker,
     "tensorboard": lambda context: TensorBoardTracker(context.run_dir, context.resumed_from),
 }
 
@@ -157,26 +215,18 @@ def check_loggers(names: Sequence[str]) -> None:
     """Raises ConfigError where ``trainer.logger`` names what is not there; builds and imports nothing."""
     for name in names:
         if name not in LOGGERS:
-            nearest = difflib.get_close_matches(name, LOGGERS, n=1)
             raise ConfigError(
                 "unknown logger in trainer.logger",
                 name,
-                (f"did you mean {nearest[0]!r}? " if nearest else "") + f"available: {', '.join(sorted(LOGGERS))}",
+                f"{did_you_mean(name, LOGGERS)}available: {', '.join(sorted(LOGGERS))}",
             )
 
 
-def build_tracker(names: Sequence[str], run_dir: RunDir, total_steps: int, resumed_from: int | None = None) -> Tracker:
-    """The trackers of a run: jsonl first, then ``names`` (``trainer.logger``) in their order.
-
-    Args:
-        names: any of ``LOGGERS``.
-        run_dir: an existing run folder.
-        total_steps: for "step k/N" and the ETA.
-        resumed_from: step of the checkpoint that the run goes on from, None for a fresh run.
+def build_tracker(names: Sequence[str], context: TrackerContext) -> Tracker:
+    """The trackers of a run: jsonl first, then ``names`` (``trainer.logger``, any of ``LOGGERS``) in their order.
 
     Raises:
         ConfigError: an unknown name, or one whose package is missing.
     """
     check_loggers(names)
-    context = TrackerContext(run_dir, total_steps, resumed_from)
-    return Tracker(run_dir, {name: LOGGERS[name](context) for name in dict.fromkeys(["jsonl", *names])})
+    return Tracker(context.run_dir, {name: LOGGERS[name](context) for name in dict.fromkeys(["jsonl", *names])})

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import resource
-
 import torch
 
 from verl.algorithms.advantages import outcome_scores
 from verl.algorithms.metric import Metric, mean_metric, spread_metrics
-from verl.config import Config
 from verl.protocol import DataProto
 
+# Parts of a step whose time is also given by token.
+PER_TOKEN = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
-def batch_metrics(batch: DataProto) -> dict[str, Metric]:
-    """Scores and rewards by row, advantages, returns and values by trained token, lengths by row."""
+
+def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]:
+    """Scores and rewards by row, advantages, returns and values by trained token, lengths by row.
+
+    ``response_length/clip_ratio`` is the share of responses cut at their limit, ``prompt_length/clip_ratio`` that of
+    prompts that fill theirs (cut or not).
+    """
     columns = batch.tensors
     mask, scored = columns["response_mask"].bool(), columns["scored"].bool()
     prompt_width = columns["prompts"].shape[1]
@@ -29,6 +33,7 @@ def batch_metrics(batch: DataProto) -> dict[str, Metric]:
         **spread_metrics("response_length", response_length),
         **spread_metrics("prompt_length", prompt_length),
         "response_length/clip_ratio": mean_metric(cut.double()),
+        "prompt_length/clip_ratio": mean_metric((prompt_length >= max_prompt_length).double()),
     }
     if "values" in columns:
         metrics |= spread_metrics("critic/values", columns["values"], mask)
@@ -37,25 +42,25 @@ def batch_metrics(batch: DataProto) -> dict[str, Metric]:
     return metrics
 
 
-def cost_metrics(batch: DataProto, timings: dict[str, float], config: Config) -> dict[str, float]:
-    """Throughput and time per token of a step, and the controller's peak memory."""
+def cost_metrics(batch: DataProto, timings: dict[str, float], peak_memory_gb: float) -> dict[str, float]:
+    """Throughput of a step, its time per token by part, and the most memory that the models' process ever had.
+
+    Generation counts response tokens, every other part prompts and responses. ``perf/padding_waste`` is the share of
+    the batch's columns that is padding, which is stored and moved; no model computes it.
+    """
     columns = batch.tensors
     total = int(columns["attention_mask"].sum())
     responses = int(columns["attention_mask"][:, columns["prompts"].shape[1] :].sum())
     seconds = timings["timing_s/step"]
     metrics = {
         "perf/total_num_tokens": float(total),
+        "perf/padding_waste": 1 - total / columns["attention_mask"].numel(),
         "perf/time_per_step": seconds,
         "perf/throughput": total / seconds if seconds else 0.0,
-        "perf/max_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "perf/max_memory_gb": peak_memory_gb,
     }
-    for name, tokens in (
-        ("gen", responses),
-        ("ref", total),
-        ("values", total),
-        ("adv", total),
-        ("update_actor", total),
-    ):
+    for name in PER_TOKEN:
+        tokens = responses if name == "gen" else total
         if f"timing_s/{name}" in timings and tokens:
             metrics[f"timing_per_token_ms/{name}"] = timings[f"timing_s/{name}"] * 1000 / tokens
     return metrics

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rich.console import Console
-
-from verl.algorithms.kl import AdaptiveKLController
 from verl.algorithms.metric import reduce_metrics
-from verl.algorithms.schedules import learning_rate
+from verl.algorithms.schedules import learning_rate, moving_values
 from verl.checkpoint.store import CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
-from verl.data.loader import PromptDataset
+from verl.data.dataset import PromptDataset
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
-from verl.tracking.console import print_samples
 from verl.tracking.report import write_report
 from verl.tracking.samples import SampleWriter, Split, rows_from_batch
 from verl.tracking.trackers import Tracker
 from verl.trainer.batch_metrics import batch_metrics, cost_metrics
 from verl.trainer.evaluation import evaluate
+from verl.trainer.group_filter import filtered_rollout
 from verl.trainer.sampling import Sampler
 from verl.trainer.stages import process, rollout, update
 from verl.trainer.state import TrainerState
@@ -28,7 +25,7 @@ from verl.trainer.timer import StepTimer
 
 
 @dataclass
-class Trainer:
+class TrainingLoop:
     """A run that is ready to go.
 
     Attributes:
@@ -48,8 +45,7 @@ class Trainer:
     run_dir: RunDir
     store: CheckpointStore
     tracker: Tracker
-    console: Console
-    timer: StepTimer = field(default_factory=StepTimer)
+    timer: StepTimer
 
     def fit(self) -> None:
         """Train to ``total_steps``; validation before the first step, every ``test_freq`` steps and at the end."""
@@ -61,12 +57,20 @@ class Trainer:
             self.tracker.log(0, metrics | timer.flush())
         while state.step < self.total_steps:
             with timer("step"):
-                batch = rollout(state.loader.next_batch(), roles, self.train_sampler, timer)
-                batch, found = process(batch, roles, config, state.kl_controller.coef, timer)
-                trained = update(batch, roles, config, self.learning_rates(), state.step, timer)
+                now = state.scheduled(config, self.total_steps)
+                kl_coef = state.kl_coef.value(state.step, self.total_steps)
+                if config.algorithm.filter_groups.enable:
+                    loader, sampler = state.loader, self.train_sampler
+                    batch = filtered_rollout(loader.next_batch, roles, sampler, config, timer, loader.learn)
+                else:
+                    batch = rollout(state.loader.next_batch(), roles, self.train_sampler, timer)
+                    state.loader.learn(batch)
+                batch, found = process(batch, roles, now, kl_coef, timer, state.shaper)
+                trained = update(batch, roles, now, self.learning_rates(), state.step, timer)
                 with timer("update_weights"):
                     roles.rollout.publish(state.step + 1)
-            self.adapt_kl(found, batch)
+            numbers = reduce_metrics(batch_metrics(batch, config.data.max_prompt_length) | found | trained)
+            state.observe(numbers, len(batch))
             self.write_samples("train", [batch])
             state.step += 1
             last = state.step == self.total_steps
@@ -76,8 +80,9 @@ class Trainer:
                     measured = self.evaluate()
             timings = timer.flush()
             progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
-            numbers = reduce_metrics(batch_metrics(batch) | found | trained)
-            self.tracker.log(state.step, numbers | cost_metrics(batch, timings, config) | timings | progress | measured)
+            numbers |= moving_values(now.actor)
+            costs = cost_metrics(batch, timings, roles.peak_memory_gb())
+            self.tracker.log(state.step, numbers | costs | timings | progress | measured)
             # After the step is written down: a run killed in between does it again, and no step loses its line. The
             # seconds are logged with the next step.
             if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
@@ -91,13 +96,8 @@ class Trainer:
         optimizers = {"actor": self.config.actor.optim, "critic": self.config.critic.optim}
         return {role: learning_rate(self.state.step, self.total_steps, optim) for role, optim in optimizers.items()}
 
-    def adapt_kl(self, found: dict, batch: DataProto) -> None:
-        """Tell an adaptive controller the mean KL of this step's responses."""
-        if "actor/reward_kl_penalty" in found and isinstance(self.state.kl_controller, AdaptiveKLController):
-            self.state.kl_controller.update(found["actor/reward_kl_penalty"].value(), len(batch))
-
     def evaluate(self) -> dict[str, float]:
-        """Validation metrics; samples are written and a few of them shown."""
+        """Validation metrics; samples are written and shown to the trackers."""
         assert self.validation is not None
         metrics, batches = evaluate(
             self.validation, self.config.data.val_batch_size, self.roles, self.val_sampler, self.state.step
@@ -111,8 +111,7 @@ class Trainer:
         rows = [row for batch in batches for row in rows_from_batch(batch, split, tokenizer.decode)]
         step = self.state.step + (split == "train")
         self.tracker.attempt("samples", lambda: SampleWriter(self.run_dir).write(step, split, rows), step)
-        if split == "val" and self.config.trainer.log_val_generations:
-            print_samples(self.console, rows, self.config.trainer.log_val_generations)
+        self.tracker.samples(step, split, rows)
 
 
 def due(step: int, frequency: int) -> bool:

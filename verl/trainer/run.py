@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from verl.algorithms.advantages import find_estimator
+from verl.algorithms.policy_loss import find_policy_loss
 from verl.checkpoint.store import Checkpoint, CheckpointStore
-from verl.cluster.start import start_workers
+from verl.cluster.roles import Roles
+from verl.cluster.start import require_machine, start_workers
 from verl.config import Config, dump_yaml
-from verl.data.loader import PromptDataset, PromptLoader
-from verl.errors import CheckpointError, ConfigError
+from verl.config.names import nearest_path
+from verl.data.dataset import PromptDataset
+from verl.data.loader import PromptLoader
+from verl.data.samplers import make_sampler
+from verl.errors import CheckpointError, ConfigError, ModelError, RewardError, VerlError
 from verl.models.loading import load_config, load_tokenizer
 from verl.rewards.scorer import RuleScorer
-from verl.run_dir import RunDir, write_atomic
+from verl.run_dir import RunDir, json_line, write_atomic
 from verl.tracking.report import write_report
-from verl.tracking.summary import RunSummary, read_metrics, summarize
-from verl.tracking.trackers import build_tracker, check_loggers
-from verl.trainer.loop import Trainer
+from verl.tracking.summary import read_metrics, summarize
+from verl.tracking.trackers import TrackerContext, build_tracker, check_loggers
+from verl.trainer.loop import TrainingLoop
 from verl.trainer.sampling import Sampler
 from verl.trainer.state import TrainerState
+from verl.trainer.timer import StepTimer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,32 +46,41 @@ class Inputs:
     validation: PromptDataset | None
 
     @classmethod
-    def load(cls, config: Config) -> Inputs:
-        """Raises VerlError for whatever is wrong with logger names, model, data files or reward function."""
+    def load(cls, config: Config, reward: Callable[..., Any] | None = None) -> Inputs:
+        """Raises VerlError for whatever is wrong with logger names, policy loss, model, data or reward function."""
         check_loggers(config.trainer.logger)
+        find_policy_loss(config.actor.policy_loss)
+        find_estimator(config.algorithm, reread=True)
         data = config.data
         check_positions(config)
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
+        with _naming("model.tokenizer_path" if config.model.tokenizer_path else None):
+            tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
         training = PromptDataset.load(data.train_files, data, tokenizer, data.train_max_samples)
         validation = None
         if data.val_files:
             validation = PromptDataset.load(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files")
-        scorer = RuleScorer(config.reward)
-        scorer.check_sources(row.data_source for dataset in (training, validation) if dataset for row in dataset.rows)
-        loader = PromptLoader(training, data.train_batch_size, data.shuffle, config.data_seed, data.drop_last)
+        scorer = RuleScorer(config.reward, function=reward)
+        for dataset in filter(None, (training, validation)):
+            scorer.check_rows(dataset.exemplars)
+        sampler = make_sampler(training, data, config.data_seed)
+        loader = PromptLoader(training, data.train_batch_size, sampler, data.drop_last)
         return cls(tokenizer, loader, validation)
 
 
-def train(config: Config, console: Console) -> RunSummary:
+def train(config: Config, console: Console, reward: Callable[..., Any] | None = None) -> None:
     """Run a training job to its end, going on from its last checkpoint if it has one.
 
     Everything that can be wrong with the inputs is found before a worker starts.
 
+    Args:
+        reward: a reward function of this process, in place of the configuration's; only inline.
+
     Raises:
         VerlError: what, value and fix.
     """
-    inputs = Inputs.load(config)
-    total_steps = config.total_training_steps(len(inputs.loader.dataset))
+    require_machine(config)
+    inputs = Inputs.load(config, reward)
+    total_steps = config.total_training_steps(inputs.loader.sampler.size)
     run_dir = RunDir(config.run_dir)
     with run_dir.create().lock():
         store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
@@ -74,42 +94,80 @@ def train(config: Config, console: Console) -> RunSummary:
             )
             if not run_dir.report.exists():  # the run was killed between its last checkpoint and its report
                 write_report(run_dir)
-            return summarize(read_metrics(run_dir)[0])
+            return
         start = checkpoint.step if checkpoint else 0
         run_dir.truncate_after(start if checkpoint else -1)
         store.clean_partial()
         store.drop_newer_than(start)
         write_atomic(run_dir.config, dump_yaml(config))
         run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
+        _write_skipped(run_dir, inputs)
         _describe(console, config, inputs, total_steps)
+        timer = StepTimer()
+        resumed_from = start if checkpoint else None
+        tracked = TrackerContext(run_dir, total_steps, resumed_from, console, timer, config.trainer.log_val_generations)
+        state = TrainerState.fresh(config, inputs.loader)
         with (
-            start_workers(config, lambda line: console.print(line, soft_wrap=True)) as roles,
-            build_tracker(config.trainer.logger, run_dir, total_steps, start if checkpoint else None) as tracker,
+            _stop_noted(run_dir, state),
+            build_tracker(config.trainer.logger, tracked) as tracker,
+            _started(config, console, reward, timer) as roles,
         ):
-            trainer = Trainer(
+            loop = TrainingLoop(
                 config=config,
                 total_steps=total_steps,
                 roles=roles,
-                state=TrainerState.fresh(config, inputs.loader),
+                state=state,
                 train_sampler=Sampler(config.training_sampling, config, inputs.tokenizer),
                 val_sampler=Sampler(config.validation_sampling, config, inputs.tokenizer),
                 validation=inputs.validation,
                 run_dir=run_dir,
                 store=store,
                 tracker=tracker,
-                console=console,
+                timer=timer,
             )
             if checkpoint is not None:
-                trainer.state.restore(checkpoint, roles)
+                state.restore(checkpoint, roles)
                 console.print(f"going on from {checkpoint.path}", soft_wrap=True)
             try:
-                trainer.fit()
-            except BaseException as error:
-                run_dir.log_event("stopped", "run", type(error).__name__, trainer.state.step)
+                loop.fit()
+            except VerlError as error:
+                # Every input had been found good. Only the user's reward function shows its faults this late.
+                error.bad_input = isinstance(error, RewardError) and error.bad_input
                 raise
         run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
         write_report(run_dir)
-        return summarize(read_metrics(run_dir)[0])
+
+
+@contextmanager
+def _stop_noted(run_dir: RunDir, state: TrainerState) -> Iterator[None]:
+    """Whatever ends the run early is written into its events."""
+    try:
+        yield
+    except BaseException as error:
+        run_dir.log_event("stopped", "run", type(error).__name__, state.step)
+        raise
+
+
+@contextmanager
+def _started(config: Config, console: Console, reward: Callable[..., Any] | None, timer: StepTimer) -> Iterator[Roles]:
+    """The workers; a display sees their start as a part of its own, which belongs to no step."""
+    with ExitStack() as stack:
+        with timer("start"):
+            report = partial(console.print, soft_wrap=True)
+            roles = stack.enter_context(start_workers(config, report, reward))
+        timer.flush()
+        yield roles
+
+
+@contextmanager
+def _naming(key: str | None) -> Iterator[None]:
+    """Names the key in what is said about a model that is not ``model.path``."""
+    try:
+        yield
+    except ModelError as error:
+        if key is None:
+            raise
+        raise ModelError(f"{key}: {error.what}", error.value, error.fix) from error
 
 
 def check_positions(config: Config) -> None:
@@ -119,9 +177,10 @@ def check_positions(config: Config) -> None:
         ConfigError: they are.
         ModelError: no such model.
     """
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
     for path in dict.fromkeys([config.model.path] + [config.critic_model_path] * config.uses_critic):
-        model = load_config(path, config.model.trust_remote_code).get_text_config()
+        with _naming("critic.model.path" if path != config.model.path else None):
+            model = load_config(path, config.model.trust_remote_code).get_text_config()
         limit = getattr(model, "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise ConfigError(
@@ -144,6 +203,10 @@ def find_checkpoint(config: Config, store: CheckpointStore, run_dir: RunDir) -> 
     if mode == "resume_path":
         path = config.trainer.resume_from_path
         assert path is not None
+        if not Path(path).expanduser().is_dir():
+            near = nearest_path(Path(path).expanduser())
+            fix = f"did you mean {near}?" if near else "give a folder such as runs/NAME/checkpoints/step_000010"
+            raise ConfigError("trainer.resume_from_path names no folder", path, fix)
         return store.open(path)
     latest = store.latest()
     if mode == "disable" and (latest is not None or run_dir.metrics.exists()):
@@ -165,14 +228,31 @@ def _trained_steps(run_dir: RunDir) -> int:
     return summarize(read_metrics(run_dir)[0]).trained_steps if run_dir.metrics.exists() else 0
 
 
+def _write_skipped(run_dir: RunDir, inputs: Inputs) -> None:
+    """Rows that could not be used, one a line; no file where there are none."""
+    datasets = {"train": inputs.loader.dataset, "val": inputs.validation}
+    rows = [
+        {"split": split, "file": row.file, "row": row.row, "where": row.where, "reason": row.reason}
+        for split, dataset in datasets.items()
+        for row in (dataset.skipped if dataset else ())
+    ]
+    if not rows:
+        run_dir.skipped.unlink(missing_ok=True)
+        return
+    write_atomic(run_dir.skipped, "".join(json_line(row) + "\n" for row in rows))
+    run_dir.log_event("skipped", "data", f"{len(rows)} rows that cannot be used: {run_dir.skipped.name}")
+
+
 def _describe(console: Console, config: Config, inputs: Inputs, total_steps: int) -> None:
     rows = config.data.train_batch_size * config.rollout.n
     training = inputs.loader.dataset
     dropped = f", {training.dropped} too long and left out" if training.dropped else ""
+    if training.skipped:
+        dropped += f", {len(training.skipped)} that cannot be used and are listed in skipped.jsonl"
     held_out = f", {len(inputs.validation)} held-out" if inputs.validation is not None else ""
     console.print(
-        f"{config.algorithm.adv_estimator} on {config.model.path}: {len(training)} prompts{dropped}{held_out}; "
-        f"{total_steps} steps of {config.data.train_batch_size} prompts x {config.rollout.n} = {rows} responses; "
+        f"{config.algorithm.estimator} on {config.model.path}: {len(training)} prompts{dropped}{held_out}; "
+        f"{total_steps} step{'s'[: total_steps > 1]} of {config.data.train_batch_size} prompts x {config.rollout.n} = {rows} responses; "
         f"run folder {config.run_dir}",
         soft_wrap=True,
     )

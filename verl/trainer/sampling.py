@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from verl.config import Config, SamplingPlan
 from verl.protocol import DataProto
 from verl.protocol.keys import check_columns
-from verl.rollout.protocol import Request, Result, SamplingParams, Slot
+from verl.rollout.protocol import BASELINE_INDEX, Request, Result, SamplingParams, Slot
 from verl.rollout.seeds import slot_seed
+from verl.rollout.text import response_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+OVER_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")  # left padded columns
+TOKEN_IDS = ("prompts", "responses", "input_ids")
 
 WIDTH_BUCKET = 8  # batches are padded to their longest row, rounded up to a multiple of this
 
@@ -36,20 +42,24 @@ class Sampler:
     tokenizer: PreTrainedTokenizerBase
 
     def requests(self, prompts: DataProto) -> list[Request]:
-        """``plan.n`` requests a prompt, those of a prompt side by side."""
+        """``plan.n`` requests a prompt, those of a prompt side by side, a greedy baseline (index -1) behind them."""
         check_columns(prompts, "uid", "prompt_ids")
         columns = prompts.non_tensor_batch
         return [
             Request(Slot(uid, index), list(ids), self._params(uid, index))
             for uid, ids in zip(columns["uid"], columns["prompt_ids"], strict=True)
-            for index in range(self.plan.n)
+            for index in self._indices
         ]
+
+    @property
+    def _indices(self) -> list[int]:
+        return [*range(self.plan.n), *([BASELINE_INDEX] if self.plan.greedy_baseline else [])]
 
     def _params(self, uid: str, index: int) -> SamplingParams:
         rollout = self.config.rollout
         return SamplingParams(
             max_new_tokens=self.config.data.max_response_length,
-            temperature=self.plan.temperature,
+            temperature=0.0 if index == BASELINE_INDEX else self.plan.temperature,
             top_p=self.plan.top_p,
             top_k=self.plan.top_k,
             seed=slot_seed(self.config.trainer.seed, uid, index),
@@ -60,7 +70,7 @@ class Sampler:
 
     def assemble(self, prompts: DataProto, results: Sequence[Result]) -> DataProto:
         """One row a result: prompts left padded, responses right padded, masks from the engine's lengths."""
-        rows = prompts.repeat(self.plan.n, interleave=True)
+        rows = prompts.repeat(len(self._indices), interleave=True)
         pad = self.tokenizer.pad_token_id
         prompt_ids, prompt_mask = _padded(rows.non_tensor_batch["prompt_ids"].tolist(), pad, left=True)
         responses, mask = _padded([result.response_ids.tolist() for result in results], pad)
@@ -80,18 +90,36 @@ class Sampler:
             non_tensors={
                 "index": [result.slot.index for result in results],
                 "finish_reason": [result.finish_reason for result in results],
-                "response_text": [self._text(result) for result in results],
+                "response_text": [response_text(r, self._decode, self.config.rollout.stop) for r in results],
             },
         )
         return rows.union(generated)
 
-    def _text(self, result: Result) -> str:
-        """The response without special tokens, cut before the stop string that ended it."""
-        text: str = self.tokenizer.decode(result.response_ids, skip_special_tokens=True)
-        if result.finish_reason == "stop":
-            ends = [text.find(stop) for stop in self.config.rollout.stop if stop in text]
-            text = text[: min(ends)] if ends else text
+    def _decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def join(batches: Sequence[DataProto], pad: int) -> DataProto:
+    """Assembled batches as one: padded to the widest, with every column that any of them has (None where missing)."""
+    prompt_width = max(batch.tensors["prompts"].shape[1] for batch in batches)
+    response_width = max(batch.tensors["responses"].shape[1] for batch in batches)
+    names = sorted({name for batch in batches for name in batch.non_tensor_batch})
+    return DataProto.concat([_widened(batch, prompt_width, response_width, pad, names) for batch in batches])
+
+
+def _widened(batch: DataProto, prompt_width: int, response_width: int, pad: int, names: Sequence[str]) -> DataProto:
+    left = prompt_width - batch.tensors["prompts"].shape[1]
+    right = response_width - batch.tensors["responses"].shape[1]
+    tensors = {}
+    for name, tensor in batch.tensors.items():
+        if tensor.dim() == 2:
+            sides = (left * (name in OVER_PROMPTS), right * (name != "prompts"))
+            tensor = torch.nn.functional.pad(tensor, sides, value=pad if name in TOKEN_IDS else 0)
+        tensors[name] = tensor
+    missing = [None] * len(batch)
+    columns = {name: batch.non_tensor_batch.get(name, missing) for name in names}
+    return DataProto.from_dict(tensors, columns, batch.meta_info)
 
 
 def _padded(

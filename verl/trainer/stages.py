@@ -7,24 +7,28 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, group_index, zero_spread_metric
+from verl.algorithms.advantages import outcome_scores
 from verl.algorithms.aggregation import count_denominators
-from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.metric import Metric, merge_all
-from verl.cluster.roles import Roles
+from verl.algorithms.kl import is_full
+from verl.algorithms.metric import merge_all
+from verl.algorithms.reward_shaping import RewardShaper, new_shaper
+from verl.algorithms.rollout_correction import correct_rollout
+from verl.algorithms.schedules import scheduled_values
+from verl.cluster.roles import Reference, Roles
 from verl.config import BatchPlan, Config
-from verl.errors import VerlError
 from verl.protocol import DataProto
+from verl.rollout.protocol import BASELINE_INDEX
+from verl.rollout.seeds import slot_seed, uniforms
+from verl.trainer.advantages import Metrics, advantage_columns, critic_columns, response_lengths
 from verl.trainer.sampling import Sampler
 from verl.trainer.timer import StepTimer
-
-Metrics = dict[str, Metric]
 
 
 def rollout(prompts: DataProto, roles: Roles, sampler: Sampler, timer: StepTimer) -> DataProto:
     """Sample the responses of these prompts and score them.
 
-    Rows that no reward function could score train nothing: their response mask is cleared.
+    Rows that no reward function could score train nothing: their response mask is cleared. Greedy baselines become
+    columns of the rows of their prompt.
     """
     with timer("gen"):
         results = roles.rollout.generate(sampler.requests(prompts))
@@ -32,16 +36,44 @@ def rollout(prompts: DataProto, roles: Roles, sampler: Sampler, timer: StepTimer
     with timer("reward"):
         scores = roles.scorer.score(batch)
         batch = batch.union(scores)
+        if sampler.plan.greedy_baseline:
+            batch = take_baselines(batch)
         batch.batch["response_mask"] = batch.batch["response_mask"] & batch.batch["scored"][:, None]
     return batch
 
 
+def take_baselines(batch: DataProto) -> DataProto:
+    """The rows without the greedy ones, which give ``baseline_scores`` and ``baseline_lengths`` to their prompt's rows.
+
+    Rows whose baseline could not be scored have nothing to be compared with and count as unscored themselves.
+    """
+    greedy = torch.tensor([index == BASELINE_INDEX for index in batch.non_tensor_batch["index"]])
+    rows, baselines = batch.select_idxs(~greedy), batch.select_idxs(greedy)
+    scores = outcome_scores(baselines.tensors["token_level_scores"], baselines.tensors["response_mask"]).float()
+    scored = baselines.tensors["scored"]
+    place = {uid: number for number, uid in enumerate(baselines.non_tensor_batch["uid"])}
+    own = torch.tensor([place[uid] for uid in rows.non_tensor_batch["uid"]])
+    rows.batch["baseline_scores"] = torch.where(scored, scores, 0.0)[own]
+    rows.batch["baseline_lengths"] = response_lengths(baselines)[own]
+    rows.batch["scored"] = rows.batch["scored"] & scored[own]
+    rows.meta_info.setdefault("metrics", {})["reward/baseline_unscored"] = int((~scored).sum())
+    return rows
+
+
 def process(
-    batch: DataProto, roles: Roles, config: Config, kl_coef: float, timer: StepTimer
+    batch: DataProto,
+    roles: Roles,
+    config: Config,
+    kl_coef: float,
+    timer: StepTimer,
+    shaper: RewardShaper | None = None,
 ) -> tuple[DataProto, Metrics]:
-    """Old and reference log-probs, values, rewards after KL, advantages.
+    """Old and reference log-probs, values, rewards after shaping and KL, advantages.
 
     Old log-probs are the engine's where they are proven to be the trainer's (``actor.recompute_old_log_probs: auto``).
+
+    Args:
+        shaper: with the running statistics of a whole run; None: a new one.
     """
     metrics: Metrics = {}
     with timer("old_log_prob"):
@@ -49,59 +81,43 @@ def process(
             batch = batch.union(roles.policy.log_probs(batch))
         else:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
+    correction = config.algorithm.rollout_correction
+    if correction.active and not correction.bypass_mode:
+        batch.batch["importance_weights"], found = correct_rollout(
+            batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"], correction
+        )
+        metrics |= found
     if roles.reference is not None:
         with timer("ref"):
-            batch = batch.union(roles.reference.log_probs(batch))
+            batch = batch.union(reference_columns(batch, roles.reference, config))
     if roles.critic is not None:
         with timer("values"):
-            batch = batch.union(roles.critic.values(batch))
+            batch = batch.union(critic_columns(batch, roles.critic, config.bootstraps))
     with timer("adv"):
-        columns = batch.tensors
-        rewards = columns["token_level_scores"]
-        if config.algorithm.use_kl_in_reward:
-            penalty = apply_kl_penalty(
-                rewards,
-                columns["old_log_probs"],
-                columns["ref_log_probs"],
-                columns["response_mask"],
-                kl_coef,
-                config.algorithm.kl_penalty,
-            )
-            rewards = penalty.token_level_rewards
-            metrics["actor/reward_kl_penalty"] = penalty.mean_kl
-            metrics["actor/reward_kl_penalty_coeff"] = Metric(kl_coef, 1.0, "mean")
-        inputs = AdvantageInputs(
-            token_level_rewards=rewards,
-            response_mask=columns["response_mask"],
-            group_ids=group_index(batch.non_tensor_batch["uid"].tolist()),
-            scored=columns["scored"],
-            values=columns.get("values"),
-        )
-        estimated = ESTIMATORS[config.algorithm.adv_estimator](inputs, config.algorithm)
-        _require_finite(estimated.advantages[columns["response_mask"]], config.algorithm.adv_estimator)
-        metrics["training/frac_reward_zero_std"] = zero_spread_metric(inputs)
-        finished = {
-            "token_level_rewards": rewards,
-            "advantages": estimated.advantages,
-            "returns": estimated.returns,
-        }
-        batch = batch.union(DataProto.from_dict(finished))
+        columns, found = advantage_columns(batch, config, kl_coef, shaper or new_shaper(config))
+        batch, metrics = batch.union(columns), metrics | found
     return batch, metrics
 
 
+def reference_columns(batch: DataProto, reference: Reference, config: Config) -> DataProto:
+    """What the KL terms that are on need of the reference; a loss over the whole vocabulary needs no column."""
+    actor, algorithm = config.actor, config.algorithm
+    penalty = [algorithm.kl_penalty] if algorithm.use_kl_in_reward else []
+    kinds = penalty + ([actor.kl_loss_type] if actor.use_kl_loss else [])
+    columns = DataProto.from_dict({})
+    if not all(map(is_full, kinds)):
+        columns = columns.union(reference.log_probs(batch))
+    if any(map(is_full, penalty)):
+        columns = columns.union(reference.full_kl(batch))
+    return columns
+
+
 def needs_old_log_probs(config: Config, roles: Roles) -> bool:
+    """In bypass mode the engine's are the old ones, whatever the difference."""
     choice = config.actor.recompute_old_log_probs
+    if config.algorithm.rollout_correction.bypass_mode:
+        return False
     return choice == "always" or (choice == "auto" and not roles.exact_rollout)
-
-
-def _require_finite(advantages: torch.Tensor, estimator: str) -> None:
-    broken = int((~torch.isfinite(advantages)).sum())
-    if broken:
-        raise VerlError(
-            f"algorithm.adv_estimator={estimator} gave advantages that are not finite; the step was not trained on",
-            f"{broken} of {advantages.numel()} tokens",
-            "look at the newest sample file for rewards, values or log-probs that are not numbers",
-        )
 
 
 def update(
@@ -112,8 +128,13 @@ def update(
     step: int,
     timer: StepTimer,
 ) -> Metrics:
-    """Mini-batches through critic and actor; the actor waits for ``trainer.critic_warmup`` steps to pass."""
+    """Mini-batches through critic and actor; the actor waits for ``trainer.critic_warmup`` steps to pass.
+
+    Args:
+        config: with this step's values of scheduled coefficients.
+    """
     parts: list[Metrics] = []
+    scheduled = scheduled_values(config.actor)
     if roles.critic is not None:
         with timer("update_critic"):
             for mini_batch in mini_batches(batch, config.critic_batch(1), config, step):
@@ -123,10 +144,26 @@ def update(
     if step >= config.trainer.critic_warmup or roles.critic is None:
         with timer("update_actor"):
             for number, mini_batch in enumerate(mini_batches(batch, config.actor_batch(1), config, step)):
-                mini_batch.meta_info = {"learning_rate": learning_rates["actor"], "fresh_weights": number == 0}
+                mini_batch.meta_info = {
+                    "learning_rate": learning_rates["actor"],
+                    "fresh_weights": number == 0,
+                    "scheduled": scheduled,
+                }
+                if config.actor.policy_loss.needs_draws:
+                    mini_batch.batch["draws"] = loss_draws(mini_batch, config.trainer.seed, step, number)
                 mask = mini_batch.batch["response_mask"]
                 parts.append(roles.policy.update(mini_batch, count_denominators(mask, config.loss_scale_factor)))
     return merge_all(parts)
+
+
+def loss_draws(mini_batch: DataProto, seed: int, step: int, number: int) -> torch.Tensor:
+    """Uniform numbers (B, R) by slot and position, other ones for each optimizer step (``step``, ``number``)."""
+    columns = mini_batch.non_tensor_batch
+    rows, width = mini_batch.tensors["response_mask"].shape
+    stream = f"policy_loss\0{step}\0{number}\0"
+    seeds = [slot_seed(seed, stream + uid, index) for uid, index in zip(columns["uid"], columns["index"], strict=True)]
+    draws = uniforms(np.repeat(np.array(seeds, dtype=np.uint64), width), np.tile(np.arange(width), rows))
+    return torch.from_numpy(draws).view(rows, width)
 
 
 def mini_batches(batch: DataProto, plan: BatchPlan, config: Config, step: int) -> Iterator[DataProto]:

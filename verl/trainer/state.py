@@ -1,11 +1,13 @@
-"""What a run is beside its models: step, data position and KL coefficient; saved and restored with them."""
+"""What a run is beside its models: step, data position and schedules; saved and restored with them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from verl.algorithms.kl import KL_CONTROLLERS, KLController
+from verl.algorithms.reward_shaping import RewardShaper, new_shaper
+from verl.algorithms.schedules import Schedule, actor_schedules, kl_schedule, scheduled_actor
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
@@ -21,16 +23,35 @@ class TrainerState:
     Attributes:
         step: finished training steps; also the version of the current weights.
         loader: the stream of training prompts.
-        kl_controller: coefficient of the KL penalty in the reward.
+        kl_coef: coefficient of the KL penalty in the reward.
+        actor_schedules: the actor's coefficients, by the field that they set.
+        shaper: of scores, with the statistics of all scores so far.
     """
 
     step: int
     loader: PromptLoader
-    kl_controller: KLController
+    kl_coef: Schedule
+    actor_schedules: dict[str, Schedule]
+    shaper: RewardShaper
 
     @classmethod
     def fresh(cls, config: Config, loader: PromptLoader) -> TrainerState:
-        return cls(0, loader, KL_CONTROLLERS[config.algorithm.kl_ctrl.type](config.algorithm.kl_ctrl))
+        return cls(0, loader, kl_schedule(config.algorithm.kl_ctrl), actor_schedules(config.actor), new_shaper(config))
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        return {"kl_coef": self.kl_coef, **self.actor_schedules}
+
+    def scheduled(self, config: Config, total_steps: int) -> Config:
+        """The run's configuration with this step's values of the actor's coefficients."""
+        actor = scheduled_actor(config.actor, self.actor_schedules, self.step, total_steps)
+        return config.model_copy(update={"actor": actor})
+
+    def observe(self, numbers: Mapping[str, float], samples: int) -> None:
+        """Tell adaptive schedules the step's metrics, and its number of responses."""
+        for schedule in self.schedules.values():
+            if schedule.metric is not None and schedule.metric in numbers:
+                schedule.update(numbers[schedule.metric], samples)
 
     def save(self, store: CheckpointStore, roles: Roles, config: Config) -> None:
         """Write ``checkpoints/step_…`` with models, optimizers and this state: complete, or not there at all."""
@@ -39,7 +60,8 @@ class TrainerState:
             tree: dict[str, Any] = {
                 "step": self.step,
                 "loader": self.loader.state_dict(),
-                "kl_controller": self.kl_controller.state_dict(),
+                "shaper": self.shaper.state_dict(),
+                "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             }
             pending.write_state(STATE_NAME, tree)
             pending.commit({"model": config.model.path, "reference": config.model.path})
@@ -51,4 +73,6 @@ class TrainerState:
         tree = cast(dict[str, Any], checkpoint.read_state(STATE_NAME))
         self.step = tree["step"]
         self.loader.load_state_dict(tree["loader"])
-        self.kl_controller.load_state_dict(tree["kl_controller"])
+        self.shaper.load_state_dict(tree["shaper"])
+        for name, schedule in self.schedules.items():
+            schedule.load_state_dict(tree["schedules"][name])

@@ -1,26 +1,38 @@
-"""Seconds of the named parts of a step."""
+"""Seconds of the named parts of a step, and which part runs now."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class StepTimer:
-    """``with timer("gen"): ...``; parts of one name add up until :meth:`flush`."""
+    """``with timer("gen"): ...``; parts of one name add up until :meth:`flush`.
+
+    Written by the training thread; a display may read :attr:`running` and :meth:`so_far` from another at any time.
+
+    Attributes:
+        running: the innermost part under way and when it began (``time.perf_counter``), None between parts.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = {}
+        self.running: tuple[str, float] | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        outer, started = self.running, time.perf_counter()
+        self.running = (name, started)
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - started
+            self.running = outer
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def so_far(self) -> dict[str, float]:
+        """Seconds by part since the last :meth:`flush`, of those that have ended."""
+        return dict(self._seconds)
 
     def flush(self) -> dict[str, float]:
         """``timing_s/<name>`` of everything timed since the last call."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.aggregation import Denominators
+from verl.algorithms.kl import is_full
+from verl.algorithms.loss_inputs import LossInputs
 from verl.algorithms.metric import Metric, max_metric, mean_metric, merge_all, std_metrics
-from verl.algorithms.policy_loss import LossInputs, actor_loss
+from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss
+from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import ActorConfig
+from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.models.policy import PolicyModel, model_device
 from verl.protocol import DataProto
-from verl.training.micro_batches import Limits, column, micro_batches
+from verl.training.micro_batches import Limits, MicroBatch, column, micro_batches
 from verl.training.optimizer import MasterWeights, Optimizer
+
+LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
+OPTIONAL_COLUMNS = ("ref_log_probs", "importance_weights", "draws")
 
 
 class Actor:
@@ -22,6 +33,8 @@ class Actor:
         config: of the actor.
         limits: of one forward.
         temperature: of the training sampling.
+        correction: of the rollout; in bypass mode its weights are computed here.
+        reference: in this process, for the KL over the whole vocabulary.
     """
 
     def __init__(
@@ -31,9 +44,14 @@ class Actor:
         limits: Limits,
         temperature: float,
         weights: MasterWeights,
+        correction: RolloutCorrectionConfig | None = None,
+        reference: PolicyModel | None = None,
     ) -> None:
         self.policy, self.weights = policy, weights
         self._config, self._limits, self._temperature = config, limits, temperature
+        self._correction = correction or RolloutCorrectionConfig()
+        self._loss = POLICY_LOSSES["gpg"] if self._correction.reinforce else find_policy_loss(config.policy_loss)
+        self._reference = reference if config.use_kl_loss and is_full(config.kl_loss_type) else None
         self.optimizer = Optimizer("actor", weights, config.optim, config.grad_clip)
 
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -47,34 +65,66 @@ class Actor:
         """One optimizer step on the mini-batch.
 
         Args:
-            mini_batch: a processed batch; ``meta_info["learning_rate"]`` is this step's, and
-                ``meta_info["fresh_weights"]`` says that the weights are still those that sampled it.
+            mini_batch: a processed batch; ``meta_info["learning_rate"]`` is this step's, ``meta_info["scheduled"]``
+                this step's values of fields of the actor's configuration, and ``meta_info["fresh_weights"]`` says that
+                the weights are still those that sampled it.
             denominators: of the whole mini-batch on all ranks.
         """
-        columns = ["old_log_probs", "rollout_log_probs", "advantages", "response_mask"]
-        if self._config.use_kl_loss:
-            columns.append("ref_log_probs")
+        config = self._config.model_copy(update=mini_batch.meta_info["scheduled"])
+        device = model_device(self.policy)
+        columns = (*LOSS_COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in mini_batch.tensors))
+        statistics = self._statistics(mini_batch, config)
         parts: list[dict[str, Metric]] = []
         self.optimizer.clear()
-        for part in micro_batches(mini_batch, self._limits, model_device(self.policy), tuple(columns)):
-            flat_log_probs, flat_entropy = self.policy(part.packed, self._temperature)
-            if self._config.entropy_coeff == 0:
-                flat_entropy = flat_entropy.detach()
-            inputs = LossInputs(
-                log_probs=part.packed.scatter(flat_log_probs),
-                old_log_probs=part.columns["old_log_probs"],
-                advantages=part.columns["advantages"],
-                response_mask=part.columns["response_mask"],
-                rollout_log_probs=part.columns["rollout_log_probs"],
-                ref_log_probs=part.columns.get("ref_log_probs"),
-                entropy=part.packed.scatter(flat_entropy),
-            )
-            loss, metrics = actor_loss(inputs, self._config, denominators)
+        for part in micro_batches(mini_batch, self._limits, device, columns):
+            inputs, metrics = self._inputs(part, config)
+            inputs = replace(inputs, statistics=_of_rows(statistics, part, len(mini_batch)))
+            loss, found = actor_loss(self._loss, inputs, config, denominators)
             loss.backward()
             if mini_batch.meta_info["fresh_weights"]:
                 metrics |= _engine_difference(inputs)
-            parts.append(metrics)
+            parts.append(metrics | found)
         return merge_all(parts) | self.optimizer.step(mini_batch.meta_info["learning_rate"])
+
+    def _inputs(self, part: MicroBatch, config: ActorConfig) -> tuple[LossInputs, dict[str, Metric]]:
+        """A micro-batch through the model; in bypass mode also corrected, with the metrics of that."""
+        log_probs, entropy, *kl = self.policy(part.packed, self._temperature, self._reference)
+        if config.entropy_coeff == 0:
+            entropy = entropy.detach()
+        inputs = replace(
+            _loss_inputs(part.packed.scatter(log_probs), part.columns),
+            entropy=part.packed.scatter(entropy),
+            full_kl=part.packed.scatter(kl[0]) if kl else None,
+        )
+        if not (self._correction.bypass_mode and self._correction.active):
+            return inputs, {}
+        weights, metrics = correct_rollout(
+            inputs.log_probs, part.columns["rollout_log_probs"], inputs.response_mask, self._correction
+        )
+        return replace(inputs, importance_weights=weights), metrics
+
+    @torch.no_grad()
+    def _statistics(self, mini_batch: DataProto, config: ActorConfig) -> dict[str, Tensor]:
+        """What the policy loss needs to know of the whole mini-batch, by one more forward pass; mostly nothing."""
+        if self._loss.statistics is None:
+            return {}
+        names = [name for name in (*LOSS_COLUMNS, *OPTIONAL_COLUMNS) if name in mini_batch.tensors]
+        columns = {name: mini_batch.tensors[name] for name in names}
+        current = self.log_probs(mini_batch).tensors["old_log_probs"]
+        return self._loss.statistics(_loss_inputs(current, columns), config)
+
+
+def _loss_inputs(log_probs: Tensor, columns: dict[str, Tensor]) -> LossInputs:
+    return LossInputs(log_probs, **columns)  # type: ignore[arg-type]  # none of the columns is the statistics
+
+
+def _of_rows(statistics: dict[str, Tensor], part: MicroBatch, rows: int) -> dict[str, Tensor]:
+    """The statistics of a micro-batch: columns of its rows, everything else as it is."""
+    device = part.packed.input_ids.device
+    return {
+        name: (value[part.rows] if value.dim() and value.shape[0] == rows else value).to(device)
+        for name, value in statistics.items()
+    }
 
 
 @torch.no_grad()

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import DataConfig
 from verl.data.generate import make_gsm8k, make_reasoning_gym
 from verl.data.options import parse_options, parse_value
-from verl.data.readers import read_rows
-from verl.data.rows import read_prompt_rows
+from verl.data.tables import read_rows
 from verl.data.typed_json import dump_typed, load_typed
 from verl.errors import DataError
 from verl.rewards.rules import reasoning_gym
@@ -49,18 +47,18 @@ def test_typed_json_gives_back_what_it_was_given(value):
     assert load_typed(dump_typed(value)) == value
 
 
-def test_reasoning_gym_rows_follow_the_convention_and_score_themselves(tmp_path):
+def test_reasoning_gym_rows_follow_the_convention_and_score_themselves(tmp_path, prompt_rows):
     out = tmp_path / "deep" / "chain.parquet"
     train, val = make_reasoning_gym(
         "chain_sum", 30, out, seed=4, options=TWO_TERMS, val_size=10, instruction="Answer with the number only."
     )
     assert (train.path, train.rows, val.path.name, val.rows) == (out, 30, "chain_val.parquet", 10)
-    rows = read_prompt_rows(str(out), DataConfig(train_files=str(out)))
+    rows = prompt_rows(out)
     assert rows[0].data_source == "reasoning_gym/chain_sum"
     assert [m["role"] for m in rows[0].prompt] == ["system", "user"]
     for row in rows:
-        assert reasoning_gym(f"  {row.ground_truth}\n", row.ground_truth, row.extra_info) == 1.0
-        assert reasoning_gym("no idea", row.ground_truth, row.extra_info) == 0.0
+        assert reasoning_gym(f"  {row.ground_truth}\n", row.ground_truth, row.extra_info)["score"] == 1.0
+        assert reasoning_gym("no idea", row.ground_truth, row.extra_info)["score"] == 0.0
     assert json.loads(rows[0].extra_info["metadata"])["num_terms"] == 2
     assert [p.name for p in out.parent.iterdir() if p.name.endswith("tmp")] == []
 
@@ -85,13 +83,13 @@ def test_a_task_that_compares_tuples_scores_its_own_answer(tmp_path):
     # ARC grids are tuples in the metadata; as JSON lists the right answer would score 0.05.
     make_reasoning_gym("arc_agi", 2, tmp_path / "a.parquet", seed=1)
     for row in read_rows(tmp_path / "a.parquet"):
-        assert reasoning_gym(row.values["extra_info"]["answer"], None, row.values["extra_info"]) == 1.0
+        assert reasoning_gym(row.values["extra_info"]["answer"], None, row.values["extra_info"])["score"] == 1.0
 
 
-def test_a_task_without_a_single_answer_has_a_ground_truth_that_loads(tmp_path):
+def test_a_task_without_a_single_answer_has_a_ground_truth_that_loads(tmp_path, prompt_rows):
     out = tmp_path / "a.parquet"
     make_reasoning_gym("graph_color", 2, out, seed=1)
-    (first, _) = read_prompt_rows(str(out), DataConfig(train_files=str(out)))
+    (first, _) = prompt_rows(out)
     assert first.ground_truth == "(any valid answer)" and first.extra_info["answer"] is None
 
 
@@ -143,11 +141,10 @@ def test_a_read_only_folder(tmp_path):
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     import pyarrow.parquet as pq
 
-    def full(table, where):
-        Path(where).write_bytes(b"half")
+    def full(writer, table):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(DataError, match="No space left"):
         make_reasoning_gym("chain_sum", 2, tmp_path / "a.parquet")
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,142 @@
+"""``verl generate``: prompts from the command line and from files, lines in order, text that appears as it grows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.cli import entry
+from verl.models.loading import load_tokenizer
+from verl.models.tiny import build_tiny
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("verl.cluster.threads.set_environment", lambda threads: None)
+    monkeypatch.chdir(tmp_path)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def generate(model: Path, *options: Any) -> int:
+    fixed = ["--dtype", "float32", "--max-new-tokens", 6]
+    return entry.main(["generate", *map(str, [model, *fixed, *options])])
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def test_a_file_of_prompts(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.txt").write_text("first\n\nsecond\n")
+    chat = [{"role": "user", "content": "first"}]
+    Path("p.jsonl").write_text(json.dumps({"q": "second"}) + "\n" + json.dumps({"q": chat}) + "\n")
+    assert generate(tiny_model_dir, "--input", "p.txt", "-n", 2, "--out", "a.jsonl", "--ids") == 0
+    assert capsys.readouterr().out == ""
+    found = lines(Path("a.jsonl").read_text())
+    assert [(row["prompt"], row["index"]) for row in found] == [
+        ("first", 0),
+        ("first", 1),
+        ("second", 0),
+        ("second", 1),
+    ]
+    assert len({row["response"] for row in found}) == 4  # several: sampled
+    tokenizer = load_tokenizer(tiny_model_dir)
+    for row in found:
+        assert list(row) == ["prompt", "index", "response", "finish_reason", "tokens", "prompt_ids", "response_ids"]
+        assert tokenizer.decode(row["prompt_ids"]) == f"<|user|>{row['prompt']}<|assistant|>"
+        assert tokenizer.decode(row["response_ids"], skip_special_tokens=True) == row["response"]
+        assert row["tokens"] == len(row["response_ids"]) and row["finish_reason"] in ("stop", "length")
+    assert generate(tiny_model_dir, "--input", "p.jsonl", "--prompt-key", "q") == 0
+    greedy = lines(capsys.readouterr().out)
+    assert [row["prompt"] for row in greedy] == ["second", chat]
+    assert generate(tiny_model_dir, "--prompt", "second", "--prompt", "first") == 0
+    assert capsys.readouterr().out == "".join(f"{row['response']}\n" for row in greedy)
+
+
+def test_system_message_stop_text_and_raw(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*options: Any) -> str:
+        assert generate(tiny_model_dir, "--temperature", 1, "--top-k", 40, *options) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    plain = said("--prompt", "hi", "--system", "be kind")
+    assert said("--prompt", "<|system|>be kind<|user|>hi<|assistant|>", "--raw") == plain
+    assert said("--prompt", "hi") != plain
+    stop = plain[2:4]
+    assert said("--prompt", "hi", "--system", "be kind", "--stop", stop) == plain[: plain.index(stop)]
+
+
+def test_on_a_terminal_the_text_appears_as_it_grows(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--prompt", "hello", "--temperature", 1, "--max-new-tokens", 30, "--top-k", 20]
+    assert generate(tiny_model_dir, *options) == 0
+    from verl.tracking.console import printable
+
+    whole = printable(capsys.readouterr().out)
+    pieces: list[str] = []
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "write", lambda text: pieces.append(text) or len(text))
+    assert generate(tiny_model_dir, *options) == 0
+    assert "".join(pieces) == whole and len([piece for piece in pieces if piece]) > 5
+
+
+def test_a_prompt_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build_tiny(tmp_path / "short", hidden_size=16, max_positions=16)
+    Path("p.txt").write_text("ok\n" + "x" * 16 + "\nfine\n")
+    assert generate(model, "--input", "p.txt", "--raw") == 0
+    out, err = capsys.readouterr()
+    assert [row["finish_reason"] == "refused" for row in lines(out)] == [False, True, False]
+    assert lines(out)[1]["response"] is None and "1 responses refused" in err
+    assert generate(model, "--raw", "--prompt", "ok", "--prompt", "x" * 16) == 2
+    assert "prompt 2 is as long as all positions" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_is_done(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.rollout.embedded import EmbeddedEngine
+
+    step = EmbeddedEngine.step
+    count = iter(range(20))
+    monkeypatch.setattr(
+        EmbeddedEngine, "step", lambda self: step(self) if next(count) < 9 else (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    Path("p.txt").write_text("a\nb\nc\n")
+    assert generate(tiny_model_dir, "--input", "p.txt", "--out", "o.jsonl", "--max-num-seqs", 1) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert [row["prompt"] for row in lines(Path("o.jsonl").read_text())] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["--prompt --input is required"]),
+        (["--prompt", "x", "--input", "p.txt"], ["not allowed with"]),
+        (["--prompt", " "], ["prompt is empty", "--prompt 1"]),
+        (["--input", "pp.txt"], ["does not exist", "did you mean"]),
+        (["--input", "p.jsonl", "--prompt-key", "promt"], ["--prompt-key", "did you mean --prompt-key prompt?"]),
+        (["--input", "chat.jsonl", "--raw"], ["list of chat messages", "line 1"]),
+        (["--prompt", "x", "--raw", "--system", "s"], ["no place for a system message"]),
+        (["--prompt", "x", "--out", "no/such/file"], ["the folder of --out does not exist"]),
+        (["--prompt", "x", "--out", "."], ["--out names a folder"]),
+    ],
+)
+def test_wrong_words(
+    tiny_model_dir: Path, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("p.txt").write_text("x\n")
+    Path("p.jsonl").write_text('{"prompt": "x"}\n')
+    Path("chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "x"}]}) + "\n")
+    assert generate(tiny_model_dir, *options) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and "\n  fix:   " in err
+    assert all(word in err for word in words), err

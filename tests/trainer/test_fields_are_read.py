@@ -1,0 +1,108 @@
+"""B150: runs that between them read every field of the schema, outside the checks of the configuration itself."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from rich.console import Console
+from stage_cases import tiny_config, write_rows
+
+from verl.config import Config
+from verl.config.base import Section
+from verl.trainer.run import train
+
+# What these runs have no part of. Tests of their own show that each acts.
+ELSEWHERE = {
+    "data.custom_cls.name",  # files of the user's own
+    "data.sampler.class_name",
+    "actor.policy_loss.name",
+    "algorithm.custom_estimator.name",
+    "algorithm.custom_estimator.critic",
+    "cluster.address",  # Ray
+    "cluster.start_timeout",
+    "rollout.name",  # one engine so far
+    "trainer.project_name",  # noted in config.yaml and in the report
+    "trainer.resume_from_path",
+    "reward.max_failed_fraction",  # read when a reward function fails
+}
+ADAPTIVE = {"type": "adaptive", "target": 0.1}
+RUNS: list[dict[str, Any]] = [
+    {
+        "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}},
+        "actor": {
+            "use_kl_loss": True,
+            "entropy_coeff": 0.01,
+            "clip_ratio_schedule": ADAPTIVE,
+            "entropy_coeff_schedule": ADAPTIVE,
+            "kl_loss_coef_schedule": ADAPTIVE,
+            "optim": {"lr_scheduler_type": "wsd"},
+        },
+        "critic": {"optim": {"lr_scheduler_type": "wsd"}},
+        "trainer": {"total_training_steps": None},
+    },
+    {
+        "algorithm": {
+            "rollout_correction": {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            "filter_groups": {"enable": True, "max_num_gen_batches": 50},
+        },
+        "reward": {
+            "overlong_buffer": {"enable": True, "len": 2},
+            "length_normalization": {"alpha": 0.1},
+            "length_penalty": 0.1,
+            "scaling": "batch",
+            "clip": 3.0,
+        },
+        "actor": {"policy_loss": {"loss_mode": "clip_cov"}},
+        "data": {"sampler": {"source_weights": {"tiny": 1}}},
+    },
+    {
+        "algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["score"]},
+        "actor": {"policy_loss": {"loss_mode": "kl_cov"}},
+        "trainer": {"n_gpus_per_node": 0, "device": "auto", "default_local_dir": None},
+        "rollout": {"val_kwargs": {"temperature": 1.0}},
+    },
+    {
+        "algorithm": {"rollout_correction": {"bypass_mode": True}},
+        "actor": {"policy_loss": {"loss_mode": "sapo"}},
+        "reward": {"custom_reward_function": {"path": None}, "rule": "exact_match"},
+    },
+]
+
+
+def fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
+    """Key, class and name of every field."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from fields(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, section, name
+
+
+def test_b150_every_field_is_read(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[tuple[type, str]] = set()
+    plain = Section.__getattribute__
+
+    def noted(self: Section, name: str) -> Any:
+        read.add((type(self), name))
+        return plain(self, name)
+
+    monkeypatch.chdir(tmp_path)
+    for number, settings in enumerate(RUNS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        common: dict[str, Any] = {
+            "data": {"val_files": str(write_rows(folder / "val.jsonl", 2))},
+            "trainer": {"total_training_steps": 2, "save_freq": 1, "test_freq": 1},
+        }
+        config = tiny_config(folder, tiny_model_dir, common, settings)
+        with monkeypatch.context() as patched:  # after the configuration was checked
+            patched.setattr(Section, "__getattribute__", noted)
+            train(config, Console(file=io.StringIO()))
+    unread = {key for key, section, name in fields(Config) if (section, name) not in read}
+    assert unread == ELSEWHERE

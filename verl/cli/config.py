@@ -1,0 +1,178 @@
+"""``verl config``: a configuration looked at before anything runs, and every key explained."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.cli.arguments import Commands, common, group
+
+if TYPE_CHECKING:
+    from verl.config import LoadedConfig
+
+_SHOW = """\
+Without CONFIG: the defaults. A value that is required and not given reads ???.
+The output is YAML; origins are comments in it. Notices go to standard error.
+
+  verl config show examples/quickstart.yaml rollout.n=16
+  verl config show runs/quickstart --changed
+  verl config show actor.optim
+"""
+
+
+def add(commands: Commands) -> None:
+    config = group(commands, "config", "look at a configuration, explain its keys")
+    show = config.add_parser(
+        "show",
+        parents=[common()],
+        help="the resolved configuration with the origin of every value",
+        epilog=_SHOW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    show.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG | KEY | key=value",
+        help="a YAML file, a run's folder or a preset; keys or sections to be shown alone; settings",
+    )
+    show.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
+    show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    show.add_argument("--no-origins", action="store_true", help="the bare YAML")
+    show.add_argument("--json", action="store_true", help="values, defaults and origins as JSON")
+    show.set_defaults(command=_show)
+
+    explain = config.add_parser("explain", parents=[common()], help="meaning, unit, default and spellings of keys")
+    explain.add_argument("key", nargs="*", metavar="KEY", help="a key or section in any spelling; none: all sections")
+    explain.set_defaults(command=_explain)
+
+    diff = config.add_parser(
+        "diff",
+        parents=[common()],
+        help="what differs between two configurations",
+        epilog="The exit code is 0 whether they differ or not.",
+    )
+    for name in ("A", "B"):
+        diff.add_argument(name, help="a YAML file, a run's folder, or the name of a preset")
+    diff.add_argument("--json", action="store_true", help="{key: [value in A, value in B]}")
+    diff.set_defaults(command=_diff)
+
+    reference = config.add_parser("reference", parents=[common()], help="every key on one page, as Markdown")
+    reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    reference.set_defaults(command=_reference)
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    import json
+    import sys
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from verl.config.show import as_json, select, tree
+
+    path, only, settings = _sorted(arguments.words)
+    loaded = _named(path, settings, arguments.preset)
+    keys = select(loaded, only, arguments.changed)
+    if arguments.json:
+        print(json.dumps(as_json(loaded, keys), indent=2, ensure_ascii=False))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for line, origin in tree(loaded, keys, not arguments.no_origins):
+        console.print(Text(line).append(origin, "dim" if origin == "# default" else "cyan"))
+    notes = [f"{key} is required and not given" for key in loaded.missing]
+    notes += ["nothing differs from the defaults"] if not keys else []
+    for note in [*notes, *loaded.notices]:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _sorted(words: list[str]) -> tuple[str | None, list[str], list[str]]:
+    """The configuration, the keys and the settings among the words of ``verl config show``.
+
+    A word that names a key or a section is one, also where a file is called so (``./data`` names the folder).
+
+    Raises:
+        ConfigError: a word is none of them.
+    """
+    from verl.config.explain import named
+    from verl.config.unknown import unknown
+    from verl.errors import ConfigError
+
+    settings = [word for word in words if "=" in word or word.startswith("~")]
+    keys = {word: named(word) for word in words if word not in settings}
+    files = [word for word, names in keys.items() if not names]
+    for word in filter(_names_nothing, files):
+        raise ConfigError("no file, run folder, preset, section or key of this name", word, unknown(word, word)[1])
+    if len(files) > 1:
+        raise ConfigError("one configuration is shown at a time", " and ".join(files), "remove one of them")
+    return (files[0] if files else None), [name for names in keys.values() for name in names], settings
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    from verl.config.explain import explain, overview
+
+    print("\n\n".join(map(explain, arguments.key)) if arguments.key else overview())
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    import json
+
+    from verl.config.show import difference
+    from verl.config.text import one_line
+
+    one, other = _named(arguments.A), _named(arguments.B)
+    found = difference(one.config, other.config)
+    if arguments.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    if not found:
+        print(f"no difference: every key has the same value in {arguments.A} and {arguments.B}")
+        return
+
+    def shown(side: LoadedConfig, key: str, value: Any) -> str:
+        return "(required)" if key in side.missing else one_line(value)
+
+    values = ((key, shown(one, key, ours), shown(other, key, theirs)) for key, (ours, theirs) in found.items())
+    rows = [("", arguments.A, arguments.B), *values]
+    key_width, value_width = (min(44, max(len(row[column]) for row in rows)) for column in (0, 1))
+    for key, ours, theirs in rows:
+        print(f"{key:{key_width}}  {ours:{value_width}}  {theirs}")
+
+
+def _names_nothing(word: str) -> bool:
+    """Whether a word is neither a preset nor anything that looks like a path."""
+    from verl.config.overlays import presets
+
+    return (
+        word not in presets()
+        and not Path(word).exists()
+        and "/" not in word
+        and Path(word).suffix not in (".yaml", ".yml")
+    )
+
+
+def _named(name: str | None, settings: Sequence[str] = (), under: Sequence[str] = ()) -> LoadedConfig:
+    """The configuration that a preset, a file or a run's folder stands for."""
+    from verl.config import load_config
+    from verl.config.names import did_you_mean
+    from verl.config.overlays import presets
+    from verl.errors import ConfigError
+
+    if name is not None and _names_nothing(name):
+        fix = f"{did_you_mean(name, presets())}presets: {', '.join(presets())}"
+        raise ConfigError("no file, run folder or preset of this name", name, fix)
+    if name in presets():
+        return load_config(None, settings, [*under, name], allow_missing=True)
+    return load_config(name, settings, under, allow_missing=True)
+
+
+def _reference(arguments: argparse.Namespace) -> None:
+    from verl.config.reference import reference
+    from verl.run_dir import write_atomic
+
+    if arguments.out is None:
+        print(reference(), end="")
+    else:
+        write_atomic(arguments.out, reference())
+        print(arguments.out)

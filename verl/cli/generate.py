@@ -1,0 +1,178 @@
+"""``verl generate``: a model answers prompts, given one by one or in a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from verl.cli.arguments import Commands, common, positive
+from verl.cli.sampling import add_sampling, chosen_temperature
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.data.rows import PromptRow
+    from verl.rollout.protocol import Request, Result
+    from verl.rollout.text import Decode
+
+_EPILOG = """\
+  verl generate my-model --prompt "What is 2 + 2?"
+  verl generate runs/quickstart --input prompts.txt --out answers.jsonl -n 4
+
+The input is a .txt file (one prompt a line) or a data file of the kinds that training reads, of which only the column
+of prompts is used: chat messages, or text, which becomes a user's message. A line of the output is a JSON object with
+prompt, index (of the n responses), response, finish_reason (stop, length, or refused: the prompt fills all positions of
+the model) and tokens. Lines come in the order of the input, each as soon as it is there.
+"""
+
+
+def add(commands: Commands) -> None:
+    generate = commands.add_parser(
+        "generate",
+        parents=[common()],
+        help="let a model answer prompts",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("model", help="an alias, a folder (such as an export), a GGUF file, a hub id, or a run")
+    given = generate.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    given.add_argument("--input", metavar="FILE", help="prompts: .txt, .jsonl, .parquet, ...")
+    generate.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="of the input (default prompt)")
+    generate.add_argument("--out", metavar="FILE", help="JSON lines to write (default: to standard output)")
+    generate.add_argument("--ids", action="store_true", help="prompt and response ids in the output, too")
+    generate.add_argument("--raw", action="store_true", help="no chat template: the model continues the text")
+    generate.add_argument("--system", metavar="TEXT", help="system message before every prompt")
+    generate.add_argument("--max-new-tokens", type=positive, default=128, help="default 128")
+    generate.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a response; may be repeated"
+    )
+    add_sampling(generate)
+    generate.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+    generate.add_argument("--max-num-seqs", type=positive, default=64, help="responses at once (default 64)")
+    generate.set_defaults(command=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from verl.cluster.threads import available_cores, set_environment
+
+    set_environment(available_cores())
+
+    from verl.checkpoint.run_model import opened_model
+    from verl.models.loading import load_tokenizer
+    from verl.models.quiet import without_bars
+    from verl.rollout.offline import as_chats, load_engine, requests_for, stream
+    from verl.rollout.protocol import SamplingParams
+
+    out, rows = _out(arguments.out), _prompts(arguments)
+    with without_bars(), opened_model(arguments.model) as model:
+        tokenizer = load_tokenizer(model.path, arguments.trust_remote_code)
+        sampling = SamplingParams(
+            arguments.max_new_tokens,
+            chosen_temperature(arguments),
+            arguments.top_p,
+            arguments.top_k,
+            stop=tuple(arguments.stop),
+        )
+        asked = rows if arguments.raw else as_chats(rows, arguments.system)
+        requests = requests_for(asked, tokenizer, sampling, arguments.n, arguments.seed, arguments.chat_template_kwargs)
+        engine = load_engine(
+            model.path, tokenizer, arguments.dtype, arguments.trust_remote_code, arguments.max_num_seqs
+        )
+
+        def decode(ids: Any) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+        if len(requests) == 1 and not arguments.input and not arguments.out and sys.stdout.isatty():
+            _show(stream(engine, requests[0], decode))
+            return
+        # Opened last: what stands there is lost to a command that can do its work, not to a typo.
+        with nullcontext(sys.stdout) if out is None else out.open("w", encoding="utf-8") as file:
+            _answer(arguments, rows, requests, engine, decode, file)
+
+
+def _prompts(arguments: argparse.Namespace) -> list[PromptRow]:
+    """Raises DataError for whatever is wrong with the prompts, in the words of this command's options."""
+    from verl.config import DataConfig
+    from verl.rollout.offline import plain_prompt, read_prompts
+
+    if arguments.raw and arguments.system is not None:
+        raise DataError("--raw has no place for a system message", None, "leave out --raw, or --system")
+    if not arguments.input:
+        return [plain_prompt(text, i, f"--prompt {i + 1}") for i, text in enumerate(arguments.prompt)]
+    key = arguments.prompt_key
+    try:
+        rows = read_prompts(arguments.input, DataConfig(train_files=[arguments.input], prompt_key=key, answer_key=key))
+    except DataError as error:
+        what, fix = error.what.replace("data.prompt_key", "--prompt-key"), error.fix or ""
+        raise DataError(what, error.value, fix.replace("data.prompt_key=", "--prompt-key ")) from error
+    chats = next((row for row in rows if not isinstance(row.prompt, str)), None)
+    if arguments.raw and chats is not None:
+        raise DataError("--raw takes text, and a prompt is a list of chat messages", chats.location, "leave out --raw")
+    return rows
+
+
+def _show(pieces: Iterator[str]) -> None:
+    from verl.tracking.console import printable
+
+    for piece in pieces:
+        print(printable(piece), end="", flush=True)
+    print()
+
+
+def _answer(
+    arguments: argparse.Namespace,
+    rows: list[PromptRow],
+    requests: list[Request],
+    engine: Any,
+    decode: Decode,
+    file: TextIO,
+) -> None:
+    """Every response into the output; those of prompts on the command line to standard output as they are."""
+    from verl.cli.progress import progress
+    from verl.rollout.offline import in_order, require_room
+    from verl.rollout.text import response_text
+    from verl.run_dir import json_line
+    from verl.tracking.console import printable
+
+    as_text = not arguments.input and not arguments.out
+    refused = 0
+    with progress(len(requests), "responses") as told:
+        for request, result in zip(requests, in_order(engine, requests, told), strict=True):
+            text = response_text(result, decode, arguments.stop)
+            if as_text:
+                require_room(result, request)
+                line = printable(text) if sys.stdout.isatty() else text
+            else:
+                refused += result.finish_reason == "refused"
+                line = json_line(_record(rows[int(request.slot.uid)], request, result, text, arguments.ids))
+            print(line, file=file, flush=True)
+    if arguments.out:
+        print(f"{arguments.out}: {len(requests)} responses", file=sys.stderr)
+    if refused:
+        print(f"note: {refused} responses refused: their prompts fill all positions of the model", file=sys.stderr)
+
+
+def _record(row: PromptRow, request: Request, result: Result, text: str, ids: bool) -> dict[str, Any]:
+    refused = result.finish_reason == "refused"
+    record = {
+        "prompt": row.prompt,
+        "index": request.slot.index,
+        "response": None if refused else text,
+        "finish_reason": result.finish_reason,
+        "tokens": len(result.response_ids),
+    }
+    return record | ({"prompt_ids": request.prompt_ids, "response_ids": result.response_ids} if ids else {})
+
+
+def _out(file: str | None) -> Path | None:
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        what = "--out names a folder" if path.is_dir() else "the folder of --out does not exist"
+        raise DataError(what, path, "name a file in an existing folder")
+    return path

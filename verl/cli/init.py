@@ -1,0 +1,378 @@
+"""``verl init``: a commented configuration for a given model, data and machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.cli.arguments import Commands, common, positive
+from verl.cli.sizes import GIB, Machine, ModelFacts, Sizes, Wanted, choose_sizes
+from verl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config.overrides import Setting
+    from verl.data.rows import PromptRow
+
+LOOKED_AT = 5000  # rows whose prompts are measured; more would only take time
+STEPS, OFTEN = 100, 20  # of a first run: long enough to see a trend
+SMALL = 1_000_000_000  # parameters below which a larger learning rate is in order
+Entry = tuple[Any, str]  # a value and why it is that
+
+REWARD_TEMPLATE = '''\
+"""The reward of {config}: what a response is worth.
+
+Try it without a model: python -c "from {module} import compute_score; print(compute_score('', 'text', 'answer'))"
+"""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Called once for every response.
+
+    Args:
+        data_source: the row's data source.
+        solution_str: the response, without special tokens.
+        ground_truth: the row's answer, here for example {example!r}.
+        extra_info: a dict of the row's other columns.
+
+    Returns:
+        A number, usually from 0 to 1; or a dict with "score", whose other keys are logged; or None where this response
+        cannot be scored (it is then left out).
+    """
+    # TODO: this is only a beginning: 1 where the response holds the answer.
+    return 1.0 if str(ground_truth).strip() in solution_str else 0.0
+'''
+
+
+def add(commands: Commands) -> None:
+    init = commands.add_parser(
+        "init", parents=[common()], help="write a commented configuration for your model, data and machine"
+    )
+    init.add_argument("--model", required=True, help="an alias, a Hugging Face folder, a GGUF file or a hub id")
+    init.add_argument("--data", required=True, nargs="+", metavar="FILE", help="training files")
+    init.add_argument("--val", nargs="+", default=[], metavar="FILE", help="held-out files, for validation")
+    init.add_argument("--preset", default="grpo", metavar="NAME", help="see verl presets (default grpo)")
+    init.add_argument("--out", default="my.yaml", metavar="FILE", help="file to write (default my.yaml)")
+    init.add_argument("--force", action="store_true", help="write over an existing file")
+    init.add_argument(
+        "--reward", metavar="FILE.py", help="your reward function (default: a rule that fits, or a template)"
+    )
+    init.add_argument("--reward-name", metavar="NAME", help="of the function in that file (default compute_score)")
+    init.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompts (default: found by its name)")
+    init.add_argument("--answer-key", metavar="COLUMN", help="column with the answers (default: found by its name)")
+    init.add_argument("--response-length", type=positive, default=256, metavar="TOKENS", help="at most (default 256)")
+    init.set_defaults(command=_init)
+
+
+def _init(arguments: argparse.Namespace) -> None:
+    from verl.config import load_config
+    from verl.config.overlays import read_preset
+    from verl.models.loading import load_tokenizer
+    from verl.run_dir import write_atomic
+
+    out = Path(arguments.out)
+    preset = read_preset(arguments.preset)
+    _refuse_to_overwrite(out, arguments.force)
+    model = read_model(arguments.model)
+    data = read_data(arguments, load_tokenizer(arguments.model))
+    reward, template = choose_reward(arguments, data, out)
+    entries = choose_settings(arguments, model, this_machine(), data, preset) | reward
+    # The check of verl train, before anything is written.
+    load_config({key: value for key, (value, _) in entries.items()})
+    if template is not None:
+        write_atomic(*template)
+        print(f"{template[0]}: the beginning of a reward function, as no built-in rule fits the data; make it yours")
+    write_atomic(out, render(entries, f"{arguments.preset} for {arguments.model}, written by verl init"))
+    print(f"{out}: read its comments, then try it with\n  verl train {out} trainer.total_training_steps=2")
+
+
+def _refuse_to_overwrite(file: Path, force: bool) -> None:
+    if file.exists() and not force:
+        raise ConfigError("the file is there already", str(file), "choose another name with --out, or add --force")
+
+
+# --- looking at model, data and machine -----------------------------------------------------------------------------
+
+
+def read_model(path: str) -> ModelFacts:
+    """Sizes of a model, from its configuration alone: no weight is read.
+
+    Raises:
+        ModelError: as :func:`verl.models.loading.load_config`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from verl.models.loading import load_config
+
+    config = load_config(path)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    heads = text.num_attention_heads
+    return ModelFacts(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def this_machine() -> Machine:
+    """Memory that is free now (within the limit of a container), cores, and GPUs."""
+    import torch
+
+    from verl.cluster.threads import available_cores
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    memory = torch.cuda.mem_get_info()[1] if gpus else _free_memory()
+    return Machine(memory, available_cores(), gpus)
+
+
+def _free_memory() -> int:
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" where there is no limit
+    except (OSError, ValueError):
+        pass
+    return min(limits)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What was found in the training files.
+
+    Attributes:
+        rows: of all files; ``looked_at`` of them were read.
+        lengths: tokens of their prompts, sorted.
+        bad: reasons of rows that cannot be used.
+    """
+
+    prompt_key: str
+    answer_key: str | None
+    rows: int
+    looked_at: list[PromptRow]
+    lengths: list[int]
+    bad: list[str]
+
+    def percentile(self, share: float) -> int:
+        return self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))]
+
+
+def read_data(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> DataFacts:
+    """Find the columns, read the rows, measure the prompts.
+
+    Raises:
+        DataError: files or columns that are not there, or no row that can be used.
+    """
+    from verl.config import DataConfig
+    from verl.data.files import expand_files
+    from verl.data.rendering import render as prompt_ids
+    from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, PromptRow
+    from verl.data.sources import FileRows
+    from verl.data.tables import open_table
+
+    columns = open_table(expand_files(arguments.data, "--data")[0]).columns
+    prompt_key = arguments.prompt_key or _column(columns, PROMPT_COLUMNS, "prompts", "--prompt-key")
+    answer_key = arguments.answer_key
+    if answer_key is None and "reward_model" not in columns:
+        _column(columns, TRUTH_COLUMNS, "answers", "--answer-key")
+    config = DataConfig(train_files=arguments.data, prompt_key=prompt_key, answer_key=answer_key)
+    source = FileRows(arguments.data, config, "--data")
+    found = source.read(0, LOOKED_AT)
+    rows = [row for row in found if isinstance(row, PromptRow)]
+    bad = [str(row) for row in found if not isinstance(row, PromptRow)]
+    ids, refused = prompt_ids(rows, tokenizer)
+    bad += refused.values()
+    lengths = sorted(len(row_ids) for place, row_ids in enumerate(ids) if place not in refused)
+    if not lengths:
+        raise DataError("no row can be used", bad[0], "verl data inspect shows what is wrong")
+    return DataFacts(prompt_key, answer_key, len(source), rows, lengths, bad)
+
+
+def _column(columns: Sequence[str], usual: Sequence[str], what: str, option: str) -> str:
+    found = next((name for name in usual if name in columns), None)
+    if not columns:  # no row can be read: the first one says why
+        return usual[0]
+    if found is None:
+        raise DataError(f"no column of the data is known to hold {what}", ", ".join(columns), f"name it with {option}")
+    return found
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------
+
+
+def choose_reward(
+    arguments: argparse.Namespace, data: DataFacts, out: Path
+) -> tuple[dict[str, Entry], tuple[Path, str] | None]:
+    """Settings of the reward, and a file to write if no rule fits: (path, content)."""
+    from verl.errors import RewardError
+    from verl.rewards.custom import load_function
+    from verl.rewards.rules import by_source
+    from verl.rewards.written_numbers import whole_number
+
+    sources = sorted({row.data_source for row in data.looked_at})
+    file = Path(arguments.reward or out.with_name(f"{out.stem.replace('-', '_')}_reward.py"))
+    entries: dict[str, Entry] = {"reward.custom_reward_function.path": (str(file), "compute_score(...) in it scores")}
+    if arguments.reward is not None:
+        name = arguments.reward_name or "compute_score"
+        load_function(file, name)
+        entries["reward.custom_reward_function.path"] = (str(file), f"{name}(...) in it scores")
+        return entries | {"reward.custom_reward_function.name": (name, "the function in that file")}, None
+    if arguments.reward_name is not None:
+        raise ConfigError("--reward-name is given without its file", arguments.reward_name, "add --reward FILE.py")
+    try:
+        for source in sources:
+            by_source(source)
+        return {"reward.rule": ("auto", f"a built-in rule belongs to {', '.join(sources)}")}, None
+    except RewardError:
+        pass
+    if all(whole_number(str(row.ground_truth).rpartition("####")[2]) is not None for row in data.looked_at):
+        return {"reward.rule": ("number", "every answer is a number: the last number of a response counts")}, None
+    _refuse_to_overwrite(file, arguments.force)
+    example = str(data.looked_at[0].ground_truth)[:40]
+    return entries, (file, REWARD_TEMPLATE.format(config=out.name, module=file.stem, example=example))
+
+
+def choose_settings(
+    arguments: argparse.Namespace,
+    model: ModelFacts,
+    machine: Machine,
+    data: DataFacts,
+    preset: Sequence[Setting],
+) -> dict[str, Entry]:
+    """Every key that is written, with its value and the reason."""
+    chosen: dict[str, Any] = {setting.key: setting.value for setting in preset}
+    prompt, overlong, response = choose_lengths(model, data, arguments.response_length)
+    n = chosen.get("rollout.n", 1)
+    wanted = Wanted(
+        rows=data.rows,
+        longest=prompt + response,
+        n=n,
+        critic=chosen["algorithm.adv_estimator"] == "gae",
+        reference=chosen.get("actor.use_kl_loss") is True or chosen.get("algorithm.use_kl_in_reward") is True,
+        bytes=2,
+    )
+    sizes = choose_sizes(model, machine, wanted)
+    steps = max(1, data.rows // sizes.prompts)
+    measured = f"prompt tokens: median {data.percentile(0.5)}, 90% {data.percentile(0.9)}, "
+    measured += f"99% {data.percentile(0.99)}, longest {data.lengths[-1]}"
+    files = arguments.data if len(arguments.data) > 1 else arguments.data[0]
+    entries: dict[str, Entry] = {key: (value, f"preset {arguments.preset}") for key, value in chosen.items()}
+    entries |= {
+        "data.train_files": (files, f"{data.rows} rows" + _bad_rows(data)),
+        "data.val_files": (arguments.val, "" if arguments.val else "none given, so there is no validation"),
+        "data.prompt_key": (data.prompt_key, "column"),
+        "data.train_batch_size": (sizes.prompts, f"prompts a step; x {n} = {sizes.prompts * n} responses"),
+        "data.max_prompt_length": (prompt, measured),
+        "data.max_response_length": (response, "tokens; the engine stops a response there"),
+        "model.path": (arguments.model, f"{model.parameters / 1e6:,.1f} M parameters, {_positions(model)}"),
+        "model.dtype": ("bfloat16", "of the computation; weights are kept in float32"),
+        "actor.ppo_mini_batch_size": (sizes.prompts, "prompts an optimizer step: one step a batch"),
+        "actor.ppo_max_token_len_per_gpu": (sizes.tokens, _token_reason(sizes)),
+        "actor.optim.lr": (1e-5 if model.parameters < SMALL else 1e-6, "usual for this size"),
+        "rollout.n": (n, "responses a prompt"),
+        "rollout.max_num_seqs": (sizes.sequences, _sequence_reason(sizes)),
+        "trainer.experiment_name": (Path(arguments.out).stem, "the run's folder is runs/ and this"),
+        "trainer.total_training_steps": (STEPS, f"one pass over the data: {steps}"),
+        "trainer.test_freq": (OFTEN if arguments.val else -1, "steps between validations"),
+        "trainer.save_freq": (OFTEN, "steps between checkpoints"),
+        "trainer.device": (machine.device, _machine_reason(machine)),
+        "cluster.backend": ("ray", "inline: everything in one process, for breakpoints"),
+    }
+    if data.answer_key is not None:
+        entries["data.answer_key"] = (data.answer_key, "column")
+    if overlong:
+        reason = f"{overlong} of {len(data.lengths)} prompts are longer; they are left out"
+        entries["data.filter_overlong_prompts"] = (True, reason)
+    if sizes.checkpointing:
+        entries["model.enable_gradient_checkpointing"] = (True, "memory is short: activations are computed twice")
+    if wanted.critic:
+        entries["critic.ppo_max_token_len_per_gpu"] = (sizes.tokens, "as the actor's")
+        entries["critic.optim.lr"] = (2 * entries["actor.optim.lr"][0], "the value head starts from nothing")
+    if not sizes.fits:
+        print(f"warning: {_estimate(sizes)}: this model may not fit into {machine.memory / GIB:.1f} GiB")
+    return entries
+
+
+def choose_lengths(model: ModelFacts, data: DataFacts, response: int) -> tuple[int, int, int]:
+    """Most tokens of a prompt, how many prompts are longer, and most tokens of a response."""
+    room = model.positions or 2**31
+    prompt = _round_up(data.lengths[-1], 8)
+    if prompt > 2 * data.percentile(0.99):  # a few very long ones would decide the memory of all
+        prompt = _round_up(data.percentile(0.99), 8)
+    prompt = min(prompt, room - min(response, room // 2))
+    return prompt, sum(length > prompt for length in data.lengths), min(response, room - prompt)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _bad_rows(data: DataFacts) -> str:
+    return f", of which {len(data.bad)} of the first {LOOKED_AT} cannot be used" if data.bad else ""
+
+
+def _positions(model: ModelFacts) -> str:
+    return f"{model.positions} positions" if model.positions else "no limit of positions"
+
+
+def _estimate(sizes: Sizes) -> str:
+    return f"weights and optimizer {sizes.weights / GIB:.1f} GiB"
+
+
+def _token_reason(sizes: Sizes) -> str:
+    mib = sizes.per_token / 2**20
+    return f"tokens a backward pass: x {mib:.2f} MiB = {sizes.tokens * mib / 1024:.1f} GiB ({_estimate(sizes)})"
+
+
+def _sequence_reason(sizes: Sizes) -> str:
+    mib = sizes.per_sequence / 2**20
+    return f"decoded at once: x {mib:.1f} MiB of keys and values = {sizes.sequences * mib / 1024:.1f} GiB"
+
+
+def _machine_reason(machine: Machine) -> str:
+    there = f"{machine.gpus} GPU" if machine.gpus else f"{machine.cores} cores, no GPU"
+    return f"found: {there}, {machine.memory / GIB:.1f} GiB free"
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def render(entries: dict[str, Entry], title: str) -> str:
+    """YAML with a comment behind each value that has a reason, in the schema's order."""
+    from verl.config.keys import leaves
+
+    order = list(leaves())
+    lines = [f"# {title}. Keys that are not here have their defaults: verl config show."]
+    open_sections: tuple[str, ...] = ()
+    for key in sorted(entries, key=order.index):
+        *sections, name = key.split(".")
+        shared = 0
+        while shared < min(len(sections), len(open_sections)) and sections[shared] == open_sections[shared]:
+            shared += 1
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
+        open_sections = tuple(sections)
+        value, reason = entries[key]
+        line = f"{'  ' * len(sections)}{name}: {_scalar(value)}"
+        lines.append(f"{line:<44} # {reason}" if reason else line)
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    import json
+
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else repr(value)
+    return json.dumps(value, ensure_ascii=False)

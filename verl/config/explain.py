@@ -1,0 +1,138 @@
+"""What a key means: ours, their other spellings, and verl's keys that are none here (``verl config explain``)."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, alias_sections, aliases_in, canonical
+from verl.config.fields import facts
+from verl.config.foreign import foreign_keys, foreign_sections, no_meaning, not_yet
+from verl.config.keys import free_dict_of, leaves, sections
+from verl.config.text import one_line
+from verl.config.translate import unknown
+from verl.errors import ConfigError
+
+_WIDTH = 100
+
+
+def explain(word: str) -> str:
+    """The answer to one key, section, alias or key of verl's, as lines.
+
+    A last part alone (``lr``) stands for every key that ends with it.
+
+    Raises:
+        ConfigError: nothing of that name, with the nearest there is.
+    """
+    spelled = word.partition("=")[0].strip().lstrip("+").rstrip(".")
+    key = canonical(spelled)
+    if (own := _own(key)) is not None:
+        return "\n".join([*_other_spelling(spelled, own), _known(own)])
+    if names := named(spelled):
+        return "\n\n".join([f"{spelled} alone is no key; it may stand for:", *map(_known, names)])
+    foreign = "\n".join(_foreign(spelled, key))
+    if foreign:
+        return foreign
+    if key in MISNOMERS:
+        return f"{spelled} is no key; what is meant may be:\n\n{_known(MISNOMERS[key])}"
+    shown, fix = unknown(spelled, key)
+    raise ConfigError(f"unknown key {shown}", None if shown == spelled else spelled, fix)
+
+
+def named(spelled: str) -> list[str]:
+    """Our keys and sections that a name stands for: in any spelling, or by their last parts alone."""
+    key = canonical(spelled)
+    if (own := _own(key)) is not None:
+        return [own]
+    ends = [name for name in [*leaves(), *sections()] if name.endswith("." + key)]
+    return [name for name in ends if not any(name.startswith(other + ".") for other in ends)]
+
+
+def _own(key: str) -> str | None:
+    found = GLOBAL_MICRO_BATCH.get(key) or free_dict_of(key) or key
+    return found if found in leaves() or found in sections() else None
+
+
+def overview() -> str:
+    """All sections, with what each is about."""
+    return "\n".join([*_table((key, _about(key)) for key in sections()), "", "verl config explain KEY says more."])
+
+
+def _other_spelling(spelled: str, key: str) -> Iterator[str]:
+    canonical_name = canonical(spelled)
+    if canonical_name in GLOBAL_MICRO_BATCH:
+        yield from _wrapped(
+            f"{spelled} is an older key that counts the responses of all ranks together: it is divided by the number "
+            f"of ranks and read as {key}.\n"
+        )
+        yield ""
+    elif key != canonical_name:
+        yield f"{spelled} is an entry of the mapping {key}.\n"
+    elif spelled != key:
+        yield f"{spelled} is another spelling of {key}.\n"
+
+
+def _known(key: str) -> str:
+    if key in sections():
+        inside = [name for name in [*leaves(), *sections()] if name.rpartition(".")[0] == key]
+        about = _wrapped(f"{key}: {_about(key)}", "", "  ")
+        return "\n".join([*about, *_table((name, _in_short(name)) for name in inside)])
+    fact = facts(key)
+    rows = {
+        "takes": fact.takes,
+        "unit": fact.unit,
+        "default": fact.default,
+        "in verl": fact.verl,
+        "acts in": fact.acts_in,
+        "also": ", ".join(fact.spellings),
+    }
+    lines = [key, *_wrapped(fact.meaning, "  ")]
+    for name, text in rows.items():
+        lines += _wrapped(text, f"  {name:8} ", " " * 11) if text else []
+    return "\n".join(lines)
+
+
+def _in_short(key: str) -> str:
+    if key in sections():
+        return _about(key)
+    fact = facts(key)
+    return f"({fact.default}) {fact.meaning}"
+
+
+def _about(key: str) -> str:
+    return sections()[key].description or ""
+
+
+def _foreign(spelled: str, key: str) -> Iterator[str]:
+    """What is said about a key, or a section of keys, of verl's that is none here."""
+    later, nothing = not_yet(key), no_meaning(key)
+    if later is not None:
+        accepted = ", ".join(one_line(value) for value in later.harmless)
+        yield f"{spelled} is a key of verl's that is not built here: {later.what}."
+        yield f"  accepted {accepted or 'nothing'}"
+        yield from _wrapped(later.fix, "  instead  ", " " * 11)
+    elif nothing is not None:
+        yield f"{spelled} is a key of verl's that has no meaning here; it is accepted and changes nothing."
+        yield from _wrapped(f"{nothing.reason}.", "  why      ", " " * 11)
+    elif key in foreign_sections() | alias_sections():
+        yield f"{spelled} holds keys of verl's:"
+        same = ((old, f"another spelling of {new}") for old, new in aliases_in(key).items())
+        yield from _table([*same, *foreign_keys(key)])
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    rows = list(rows)
+    width = min(44, max(len(name) for name, _ in rows))
+    for name, text in rows:
+        yield from _wrapped(text, f"  {name:{width}}  ", " " * (width + 4))
+
+
+def _wrapped(text: str, first: str = "", later: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if later is None else later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

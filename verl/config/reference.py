@@ -1,0 +1,131 @@
+"""The reference of all keys as Markdown, made from the schema: docs/configuration.md."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+from verl.config.aliases import ALIASES, GLOBAL_MICRO_BATCH, PREFIXES, VERL_DEFAULTS
+from verl.config.base import Section
+from verl.config.fields import Facts, facts
+from verl.config.foreign import NO_MEANING, NOT_YET
+from verl.config.keys import leaves, sections
+from verl.config.overlays import presets
+from verl.config.text import one_line
+
+_INTRO = """\
+# Configuration
+
+<!-- Made from the schema by `make docs`: change the fields in verl/config instead. -->
+
+A run is configured by keys in sections. Values come from four places, each winning over those before it:
+
+1. the defaults below;
+2. presets: `verl train --preset grpo ...`;
+3. a YAML file: `verl train my.yaml ...`;
+4. the command line: `rollout.n=8`; lists are written `[a, b]`, mappings `{a: 1}`, nothing is `null`.
+
+`${section.key}` in a value stands for the value of another key; nothing in a configuration runs code or reads the
+environment. `verl config show my.yaml rollout.n=8` prints what a command line comes to, with the origin of every value,
+`verl config explain KEY` says of one key what stands here, and `verl config diff A B` compares files, runs and presets.
+
+Batch sizes have three units: `data.train_batch_size` and `ppo_mini_batch_size` count prompts,
+`ppo_micro_batch_size_per_gpu` counts responses on one rank, `ppo_max_token_len_per_gpu` counts tokens.
+
+In italics: where a section's keys, or one of them, act; the stage of a run first, then the role or part.
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    tops = [key for key in sections() if "." not in key]
+    ordered = [key for top in tops for key in sections() if key == top or key.startswith(top + ".")]
+    overlays = ((_code(name), about) for name, about in presets().items())
+    return "\n".join(
+        [
+            _INTRO,
+            "## Presets\n",
+            _table(("preset", "what it is"), overlays),
+            *map(_section, ordered),
+            _other_spellings(),
+            _other_defaults(),
+            _foreign(),
+        ]
+    )
+
+
+def _section(key: str) -> str:
+    field = sections()[key]
+    kind = field.annotation
+    assert isinstance(kind, type) and issubclass(kind, Section)
+    about = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+    inside = [facts(name) for name in leaves() if name.rpartition(".")[0] == key]
+    rows = ((_code(fact.key), _code(fact.default), _takes(fact), _meaning(fact, kind.acts_in)) for fact in inside)
+    return "\n".join(
+        [
+            f"{'###' if '.' in key else '##'} {key}\n",
+            f"{field.description} {about} *{kind.acts_in}*\n",
+            _table(("key", "default", "takes", "meaning"), rows),
+        ]
+    )
+
+
+def _takes(fact: Facts) -> str:
+    return f"{fact.takes} ({fact.unit})" if fact.unit not in (None, "plain number", "seed") else fact.takes
+
+
+def _meaning(fact: Facts, usual: str) -> str:
+    return fact.meaning if fact.acts_in == usual else f"{fact.meaning} *{fact.acts_in}*"
+
+
+def _other_spellings() -> str:
+    names: dict[str, list[str]] = {}
+    for old, new in [*PREFIXES, *ALIASES.items(), *GLOBAL_MICRO_BATCH.items()]:
+        names.setdefault(new, []).append(old)
+    rows = ((_code(key), ", ".join(map(_code, also))) for key, also in names.items())
+    return "\n".join(
+        [
+            "## Other spellings\n",
+            "`actor_rollout_ref.` may stand before `actor`, `rollout`, `ref` and `model`, and these names for keys, or "
+            f"for sections with all that is in them. {', '.join(map(_code, GLOBAL_MICRO_BATCH))} count the responses "
+            "of all ranks and are divided by the ranks.\n",
+            _table(("key", "also accepted"), rows),
+        ]
+    )
+
+
+def _other_defaults() -> str:
+    rows = ((_code(key), _code(facts(key).default), there) for key, there in VERL_DEFAULTS.items())
+    return "## Where verl's default is another\n\n" + _table(("key", "here", "in verl"), rows)
+
+
+def _foreign() -> str:
+    nothing = ((", ".join(map(_code, row.patterns)), row.reason) for row in NO_MEANING)
+    later = (
+        (
+            _code(row.pattern),
+            ", ".join(_code(one_line(value)) for value in row.harmless) or "nothing",
+            row.what,
+            row.fix,
+        )
+        for row in NOT_YET
+    )
+    return "\n".join(
+        [
+            "## Keys of verl's without a meaning here\n",
+            "Accepted, named once at start, and changing nothing. `*` stands for anything.\n",
+            _table(("keys", "why"), nothing),
+            "## Keys of verl's that are not built\n",
+            "Accepted at the values that ask for nothing, refused at any other.\n",
+            _table(("key", "accepted", "at any other value", "instead"), later),
+        ]
+    )
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -1,0 +1,231 @@
+"""Runs on disk: finding one by its name, how far it came, and what there is to say about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.names import did_you_mean
+from verl.errors import VerlError
+from verl.run_dir import EventRecord, RunDir
+from verl.tracking import names, report_health
+from verl.tracking.live import best_and_worst
+from verl.tracking.report_config import get, read_config
+from verl.tracking.samples import SampleRow, read_samples
+from verl.tracking.summary import RunSummary, read_metrics, summarize
+
+RUNS = Path("runs")
+SHOWN_NAMES = 8
+SHOWN_EVENTS = 10
+
+# What Ctrl-C and SIGTERM leave in the events, in words; every other reason of a stop is an error.
+_BY_HAND = {"KeyboardInterrupt": "Ctrl-C", "_Terminated": "SIGTERM", "SystemExit": "SIGTERM"}
+
+
+# --- finding --------------------------------------------------------------------------------------------------------
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds anything that only a run leaves; what it holds may be damaged."""
+    run = RunDir(path)
+    files = (run.metrics, run.events, run.lock_file, run.config)
+    return run.checkpoints.is_dir() or any(file.is_file() for file in files)
+
+
+def find_run(name: str, root: Path = RUNS) -> RunDir:
+    """The run of a name under ``root``, or the one at a path; a path inside a run's folder means that run.
+
+    Raises:
+        VerlError: there is none; the nearest name is given.
+    """
+    path = Path(name)
+    for place in (path, root / path):
+        for folder in (place, *place.parents[:2]):
+            if place.exists() and is_run(folder):
+                return RunDir(folder)
+    beside = path.parent if path.parent != Path() else root
+    known = [run.path.name for run in runs_under(beside)] if beside.is_dir() else []
+    listed = ", ".join(known[:SHOWN_NAMES]) + (
+        f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
+    )
+    fix = f"{did_you_mean(path.name, known)}runs in {beside}: {listed}" if known else f"there are no runs in {beside}"
+    if path.exists():
+        raise VerlError("not a run folder (none of a run's files is in it)", name, fix)
+    raise VerlError("no such run folder", name, f"{fix} (see verl run list)")
+
+
+def runs_under(root: Path) -> list[RunDir]:
+    """The runs in a folder and in the folders right below it; the folder itself where it is a run.
+
+    Raises:
+        VerlError: there is no such folder, or it cannot be read.
+    """
+    if is_run(root):
+        return [RunDir(root)]
+    try:
+        folders = sorted(path for path in root.iterdir() if path.is_dir())
+        nested = [below for path in folders if not is_run(path) for below in sorted(path.iterdir()) if below.is_dir()]
+    except OSError as error:
+        raise VerlError(
+            "no folder of runs there", f"{root} ({error.strerror})", "name the folder that holds your runs"
+        ) from None
+    return [RunDir(path) for path in [*folders, *nested] if is_run(path)]
+
+
+# --- how far it came ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """A run in one line; None where it has no such figure."""
+
+    name: str
+    path: str
+    status: str  # running | finished | stopped (by hand) | crashed | empty | unknown
+    reason: str  # why it stopped or crashed
+    steps: int  # the last step logged
+    planned_steps: int | None
+    reward_last: float | None  # mean of the last steps, see RunSummary
+    val_first: float | None
+    val_last: float | None
+    started: float | None  # seconds since 1970
+    seconds: float | None  # of work, without the time that the run lay stopped
+
+
+def overview(run_dir: RunDir) -> RunOverview:
+    """Reads the run's metrics, events and lock."""
+    steps, _ = read_metrics(run_dir)
+    return _overview(run_dir, steps, summarize(steps), run_dir.read_events())
+
+
+def _overview(
+    run_dir: RunDir, steps: Sequence[dict[str, Any]], summary: RunSummary, events: Sequence[EventRecord]
+) -> RunOverview:
+    status, reason = _status(run_dir, events, bool(steps))
+    times = [event.time for event in events[:1]] + [when for line in steps[:1] if (when := names.number(line, "time"))]
+    if not times and run_dir.config.is_file():
+        times = [run_dir.config.stat().st_mtime]
+    return RunOverview(
+        name=run_dir.path.resolve().name,
+        path=str(run_dir.path),
+        status=status,
+        reason=reason,
+        steps=summary.steps,
+        planned_steps=report_health.planned_steps(events),
+        reward_last=summary.reward_last,
+        val_first=summary.val_first,
+        val_last=summary.val_last,
+        started=times[0] if times else None,
+        seconds=summary.seconds,
+    )
+
+
+def _status(run_dir: RunDir, events: Sequence[EventRecord], has_metrics: bool) -> tuple[str, str]:
+    if run_dir.is_locked():
+        return "running", ""
+    last = next((event for event in reversed(events) if event.kind in report_health.LIFE), None)
+    if last is None:
+        return ("unknown", "events.log says nothing about its end") if has_metrics else ("empty", "nothing was trained")
+    if last.kind == "finished":
+        return "finished", ""
+    if last.kind == "stopped":
+        by_hand = _BY_HAND.get(str(last.detail))
+        return ("stopped", by_hand) if by_hand else ("crashed", str(last.detail))
+    return "crashed", "it ended without a word: killed, or the machine went down"
+
+
+# --- everything about it --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What ``verl run show`` tells; absent facts are None or empty."""
+
+    overview: RunOverview
+    facts: dict[str, Any]  # model, algorithm, data
+    summary: RunSummary
+    curves: dict[str, list[float]]  # by name, of the steps that have the figure
+    stages: dict[str, float]  # seconds of all steps
+    checkpoints: list[int]  # steps of the complete ones
+    warnings: list[str]
+    events: list[EventRecord]  # the last ones
+    samples_step: int | None
+    samples: list[SampleRow]  # of the newest step with samples: the best and the worst
+    files: dict[str, str]  # what there is, by name
+
+    def to_json(self) -> dict[str, Any]:
+        parts = asdict(self)
+        return {**parts.pop("overview"), **parts}
+
+
+def describe(run_dir: RunDir) -> RunDescription:
+    """Reads the whole folder, as far as it can be read; what cannot is among the warnings."""
+    from verl.checkpoint.store import CheckpointStore  # loads torch, which a mere list does without
+
+    steps, torn = read_metrics(run_dir)
+    events = run_dir.read_events()
+    summary = summarize(steps)
+    text, tree = read_config(run_dir)
+    damage = []
+    if torn:
+        damage.append(f"{torn} unreadable {'line' if torn == 1 else 'lines'} in metrics.jsonl skipped")
+    if tree is None:
+        damage.append("config.yaml cannot be read" if text else "there is no config.yaml")
+    complete = CheckpointStore(run_dir.checkpoints).steps()
+    parts = {run_dir.checkpoint(step).name for step in complete}
+    folders = sorted(run_dir.checkpoints.iterdir()) if run_dir.checkpoints.is_dir() else []
+    damage += [f"{path.name} is no complete checkpoint" for path in folders if path.name not in parts]
+    sampled = run_dir.sample_steps()
+    rows, torn_rows = read_samples(run_dir.samples(sampled[-1])) if sampled else ([], 0)
+    if torn_rows:
+        damage.append(f"{torn_rows} unreadable {'line' if torn_rows == 1 else 'lines'} in the newest samples skipped")
+    figures = [names.figures(line) for line in steps]
+    kl_label = next((found[0] for line in reversed(steps) if (found := names.kl(line))), "KL")
+    curves = {
+        {"val": "held-out", "KL": kl_label, "grad": "grad norm"}.get(name, name): [
+            value for line in figures if (value := line[name]) is not None
+        ]
+        for name in names.figures({})
+    }
+    seconds: Counter[str] = Counter()
+    for line in steps:
+        seconds.update(names.stage_seconds(line))
+    places = {
+        "config": run_dir.config,
+        "metrics": run_dir.metrics,
+        "events": run_dir.events,
+        "samples": run_dir.samples_dir,
+        "checkpoint": run_dir.checkpoint(complete[-1]) if complete else None,
+        "tensorboard": run_dir.tensorboard,
+        "report": run_dir.report,
+    }
+    return RunDescription(
+        overview=_overview(run_dir, steps, summary, events),
+        facts=_facts(tree),
+        summary=summary,
+        curves={name: values for name, values in curves.items() if values},
+        stages=dict(seconds),
+        checkpoints=complete,
+        warnings=[*damage, *report_health.warnings(steps, events)],
+        events=events[-SHOWN_EVENTS:],
+        samples_step=sampled[-1] if sampled else None,
+        samples=best_and_worst(rows),
+        files={name: str(path) for name, path in places.items() if path is not None and path.exists()},
+    )
+
+
+def _facts(tree: dict[str, Any] | None) -> dict[str, Any]:
+    keys = {
+        "model": "model.path",
+        "dtype": "model.dtype",
+        "algorithm": "algorithm.adv_estimator",
+        "train_files": "data.train_files",
+        "val_files": "data.val_files",
+        "prompts_a_step": "data.train_batch_size",
+        "responses_a_prompt": "rollout.n",
+        "seed": "trainer.seed",
+    }
+    return {name: value for name, key in keys.items() if (value := get(tree, key)) not in (None, [])}
