@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +17,8 @@ from verl.models.loading import save_hf_files
 from verl.models.tiny import build_tiny
 from verl.tracking.samples import read_samples
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 WORDS = ["stone", "river", "cloud", "apple", "grass", "night"]
 # Half a point where the first character of the response is a letter, and whether it is one is the answer; what starts
 # with a byte that is no character cannot be scored.
@@ -28,17 +29,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return None
     return {"score": first.isalpha() / 2, "acc": first.isalpha(), "pred": first.isalpha()}
 """
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    import signal
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("verl.cluster.threads.set_environment", lambda threads: None)
-    monkeypatch.chdir(tmp_path)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,7 @@ from verl.cli import entry
 from verl.models.loading import load_tokenizer
 from verl.models.tiny import build_tiny
 
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    import signal
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("verl.cluster.threads.set_environment", lambda threads: None)
-    monkeypatch.chdir(tmp_path)
-    yield
-    signal.signal(signal.SIGTERM, before)
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
 def generate(model: Path, *options: Any) -> int:

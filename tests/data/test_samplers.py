@@ -83,6 +83,13 @@ def test_shares_are_those_asked_for():
     assert min(none) == 2
 
 
+def test_rounding_gives_no_draw_to_a_set_without_a_share(monkeypatch):
+    shares = np.array([0.1] * 10 + [0.0])
+    assert np.cumsum(shares / shares.sum())[-1] < 1
+    monkeypatch.setattr("verl.data.samplers.uniforms", lambda key, start, count: np.full(count, 1 - 2.0**-53))
+    assert MixtureSampler(np.arange(10), shares, 1).take(0, 0, 0, 2) == [9, 9]
+
+
 def test_a_set_is_gone_through_once_before_a_row_comes_again():
     drawn = stream(MixtureSampler(np.array([0, 0, 0, 1, 1]), np.array([1.0, 2.0]), seed=5), 400)
     for members in ({0, 1, 2}, {3, 4}):

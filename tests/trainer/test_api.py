@@ -17,6 +17,9 @@ import pytest
 import verl
 from verl import Trainer, load_config
 from verl.errors import CheckpointError, ConfigError, EngineError, RewardError, VerlError
+from verl.run_dir import RunDir
+from verl.tracking.runs import overview
+from verl.tracking.summary import summarize
 from verl.trainer import api
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +151,33 @@ def test_ctrl_c_stops_and_the_next_call_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in api.RunResult.of(tmp_path / "run").metrics] == [1]
     assert [line["step"] for line in trainer.fit().metrics] == [1, 2, 3]
     assert len(calls) == 7 + 8
+
+
+def test_a_reader_that_has_gone_is_named_as_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verl train ... | head``: the console makes an exit of the broken pipe, which is no SIGTERM."""
+
+    def closed(*_: Any, **__: Any) -> None:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1) from None
+
+    monkeypatch.setattr("verl.trainer.loop.TrainingLoop.fit", closed)
+    with pytest.raises(SystemExit):
+        Trainer(tiny(tmp_path / "run"), display="quiet").fit()
+    run = overview(RunDir(tmp_path / "run"))
+    assert (run.status, run.reason) == ("stopped", "the reader of its output was gone")
+
+
+def test_the_summary_in_words(tmp_path: Path) -> None:
+    def said(*rewards: float | None) -> str:
+        metrics = [{"step": i + 1} | ({} if r is None else {"critic/score/mean": r}) for i, r in enumerate(rewards)]
+        return str(api.RunResult(metrics, summarize(metrics), tmp_path, tmp_path / "r.html", None)).splitlines()[0]
+
+    assert said(0.25) == "reward: 0.250 (first step) -> 0.250 (last)"
+    assert said(0.0, 0.0, 1.0, 0.5) == "reward: 0.000 (first 2 steps) -> 0.750 (last 2)"
+    assert said(None, None) == "reward: no response was scored, so nothing was trained"
+    assert said() == f"report: {tmp_path / 'r.html'}"
 
 
 def test_what_fails_in_training_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,11 @@ def _k2(d: Tensor) -> Tensor:
 
 def _k3(d: Tensor) -> Tensor:
     # Below -20, exp(-d) heads for overflow: the value stays at its (huge) bound there and gives no gradient. expm1 and
-    # the clamp keep it from going below 0 by cancellation where d is tiny.
-    bounded = d.clamp(min=-_EXP_LIMIT)
-    return (torch.expm1(-bounded) + bounded).clamp(min=0.0)
+    # the bound keep it from going below 0 by cancellation where d is tiny. Not by clamp, whose gradient at NaN is 0:
+    # the optimizer would take the step.
+    bounded = torch.where(d < -_EXP_LIMIT, -_EXP_LIMIT, d)
+    estimate = torch.expm1(-bounded) + bounded
+    return torch.where(estimate < 0, 0.0, estimate)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {

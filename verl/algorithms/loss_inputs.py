@@ -133,9 +133,10 @@ class PolicyLoss:
 def guarded(log_ratio: Tensor) -> Tensor:
     """A log-ratio held at -20 or 20 outside [-20, 20], with zero gradient there, so that its exp stays finite.
 
-    Inside, not a bit changes. NaN stays NaN: a broken log-prob must surface, not be clamped away.
+    Inside, not a bit changes. NaN stays NaN, in the gradient too (a clamp's own would be 0, and the optimizer would
+    take the step): a broken log-prob must surface, not be clamped away.
     """
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.where(log_ratio.isnan(), log_ratio, log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def finished(

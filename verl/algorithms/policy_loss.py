@@ -169,7 +169,8 @@ def _divergence_masked(
     limit = torch.full_like(divergence, config.clip_low).masked_fill(t.advantages > 0, config.clip_high)
     masked = (t.advantages * (policy - behaviour) > 0) & (divergence > limit)
     token_loss = torch.where(masked, 0.0, -t.advantages * t.ratio)
-    token_loss = torch.where(divergence.isnan(), torch.nan, token_loss)
+    # Of loss and gradient: the optimizer is to leave the step out.
+    token_loss = token_loss * torch.where(divergence.isnan(), torch.nan, 1.0)
     return finished(token_loss, inputs, denominators, config.loss_agg_mode, pg_clipfrac=masked)
 
 

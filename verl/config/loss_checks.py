@@ -107,7 +107,7 @@ def _schedule(key: str, start: float, schedule: ScheduleConfig) -> Iterator[Prob
         yield Problem(
             f"{key}_schedule.type={schedule.type} needs {key}_schedule.end",
             None,
-            "set it to the value at the last step",
+            "set it to the value after the last step",
         )
     if schedule.type != "adaptive":
         return

@@ -52,7 +52,7 @@ class ScheduleConfig(Section):
     acts_in: ClassVar[str] = "update: the actor's loss"
 
     type: Literal["constant", "linear", "cosine", "adaptive"] = Field(
-        "constant", description="constant; linear or cosine: to end at the last step; adaptive: towards target."
+        "constant", description="constant; linear or cosine: to end after the last step; adaptive: towards target."
     )
     end: Number | None = Field(None, ge=0, description="linear, cosine: the value at the end of the run.")
     target: Number | None = Field(None, gt=0, description="adaptive: what the watched metric is steered to.")

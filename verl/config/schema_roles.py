@@ -45,7 +45,7 @@ class OptimConfig(Section):
     lr: Number = Field(1e-6, ge=0, description="Peak learning rate.")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "constant",
-        description="Course of the learning rate after warm-up, down to lr x min_lr_ratio at the last step; wsd: "
+        description="Course of the learning rate after warm-up, down to lr x min_lr_ratio after the last step; wsd: "
         "constant, then linear over lr_wsd_decay_steps.",
     )
     lr_warmup_steps: Steps = Field(

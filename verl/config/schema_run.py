@@ -96,7 +96,7 @@ class KlControlConfig(Section):
     type: Literal["fixed", "adaptive", "linear", "cosine"] = Field(
         "fixed",
         description="fixed: always kl_coef; adaptive: steered so that the KL stays near target_kl; linear, cosine: "
-        "from kl_coef to kl_coef_end at the last step.",
+        "from kl_coef to kl_coef_end after the last step.",
     )
     kl_coef: Number = Field(0.001, ge=0, description="The coefficient, or where a moving one starts.")
     kl_coef_end: Number = Field(0.0, ge=0, description="Where linear and cosine courses end.")

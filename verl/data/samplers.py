@@ -116,7 +116,7 @@ class MixtureSampler(_Stateless):
         self.size = len(members)
         self._rows = [np.flatnonzero(members == i) for i in range(len(shares))]
         self._bounds = np.cumsum(shares / shares.sum())
-        self._bounds[-1] = 1.0
+        self._bounds[self._bounds == self._bounds[-1]] = 1.0  # rounding must not let a draw fall behind the last share
         self._key, self._shuffle = f"prompt mixture {seed}", shuffle
         self.settings = {"seed": seed, "shuffle": shuffle, "shares": [float(f"{share:.12g}") for share in shares]}
         self._counted, self._draws = np.zeros(len(shares), np.int64), 0  # draws of each set so far

@@ -21,8 +21,13 @@ RUNS = Path("runs")
 SHOWN_NAMES = 8
 SHOWN_EVENTS = 10
 
-# What Ctrl-C and SIGTERM leave in the events, in words; every other reason of a stop is an error.
-_BY_HAND = {"KeyboardInterrupt": "Ctrl-C", "_Terminated": "SIGTERM", "SystemExit": "SIGTERM"}
+# What stops from outside leave in the events, in words; every other reason of a stop is an error.
+_BY_HAND = {
+    "KeyboardInterrupt": "Ctrl-C",
+    "_Terminated": "SIGTERM",
+    "SystemExit": "SIGTERM",
+    "BrokenPipeError": "the reader of its output was gone",
+}
 
 
 # --- finding --------------------------------------------------------------------------------------------------------

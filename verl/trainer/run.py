@@ -144,7 +144,10 @@ def _stop_noted(run_dir: RunDir, state: TrainerState) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run_dir.log_event("stopped", "run", type(error).__name__, state.step)
+        # Rich makes an exit of a pipe that nobody reads any more (verl train ... | head).
+        unread = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+        reason = BrokenPipeError if unread else type(error)
+        run_dir.log_event("stopped", "run", reason.__name__, state.step)
         raise
 
 
@@ -252,7 +255,8 @@ def _describe(console: Console, config: Config, inputs: Inputs, total_steps: int
     held_out = f", {len(inputs.validation)} held-out" if inputs.validation is not None else ""
     console.print(
         f"{config.algorithm.estimator} on {config.model.path}: {len(training)} prompts{dropped}{held_out}; "
-        f"{total_steps} step{'s'[: total_steps > 1]} of {config.data.train_batch_size} prompts x {config.rollout.n} = {rows} responses; "
+        f"{total_steps} step{'s'[: total_steps > 1]} of {config.data.train_batch_size} prompts x {config.rollout.n} = "
+        f"{rows} responses; "
         f"run folder {config.run_dir}",
         soft_wrap=True,
     )
