@@ -37,18 +37,22 @@ def select(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     return torch.where(mask.bool(), at_least_float32(x), fill)
 
 
+def mask_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """All ones where ``mask`` is true and all zeros elsewhere, as integers as wide as ``dtype`` (`zero_outside`)."""
+    return mask.to(torch.int32 if dtype == torch.float32 else torch.int64).neg_()
+
+
 def zero_outside(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """`select` for columns of the controller: no gradient, and in a third of the time, by masking bits.
 
     Args:
         x: float32 or float64, of a shape that broadcasts to the mask's.
-        mask: (B, R) bool.
+        mask: (B, R) bool, or its `mask_bits` where they are needed several times.
         out: where to put the result, possibly ``x`` itself; None: a new tensor.
     """
-    integer = torch.int32 if x.dtype == torch.float32 else torch.int64
-    bits = mask.to(integer).neg_()  # all ones where true
-    place = bits if out is None else out.view(integer)
-    return torch.bitwise_and(x.view(integer), bits, out=place).view(x.dtype)
+    bits = mask_bits(mask, x.dtype) if mask.dtype == torch.bool else mask
+    place = None if out is None else out.view(bits.dtype)
+    return torch.bitwise_and(x.view(bits.dtype), bits, out=place).view(x.dtype)
 
 
 def require_same_shape(expected: torch.Size, **tensors: Tensor | None) -> None:
@@ -127,9 +131,9 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, out: Tensor | None
         out = torch.empty_like(at_least_float32(x))
     moments, low, high = Moments(), math.inf, -math.inf
     for block in row_blocks(x.shape):
-        trained = chosen[block]
+        trained = mask_bits(chosen[block], out.dtype)
         clean = zero_outside(at_least_float32(x[block]), trained)
-        count = int(trained.count_nonzero())
+        count = int(chosen[block].count_nonzero())
         if count:
             mean = float(clean.sum(dim=-1).double().sum()) / count
             deviations = zero_outside(clean - mean, trained)

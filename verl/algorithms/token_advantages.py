@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl.algorithms.advantage_inputs import AdvantageInputs, Advantages
-from verl.algorithms.masking import at_least_float32, masked_whiten, place_at_last, row_blocks, zero_outside
+from verl.algorithms.masking import (
+    at_least_float32,
+    mask_bits,
+    masked_whiten,
+    place_at_last,
+    row_blocks,
+    zero_outside,
+)
 
 if TYPE_CHECKING:
     from verl.config.schema_run import AlgorithmConfig
@@ -87,20 +94,22 @@ def _returns(inputs: AdvantageInputs, gamma: float, lam: float = 1.0, values: Te
     returns = torch.empty(mask.shape, dtype=dtype, device=mask.device)
     advantages = returns if values is None else torch.empty_like(returns)
     for block in row_blocks(mask.shape):
-        rewards = zero_outside(at_least_float32(inputs.token_level_rewards[block]), counted[block])  # (b, R)
+        trained = mask_bits(mask[block], dtype)
+        kept = trained if counted is mask else mask_bits(counted[block], dtype)
+        rewards = zero_outside(at_least_float32(inputs.token_level_rewards[block]), kept)  # (b, R)
         terms = rewards
         if values is not None:
-            value = zero_outside(values[block].to(dtype), mask[block])
+            value = zero_outside(values[block].to(dtype), trained)
             if inputs.bootstrap_values is not None:
                 # The value after the end enters only the last return: there it is a reward of gamma times its size.
                 rewards += place_at_last(gamma * inputs.bootstrap_values[block], mask[block])
             terms = torch.lerp(value, rewards, lam)
         later = _later(terms, mask[block], gamma * lam)
-        zero_outside(later.mul_(gamma).add_(rewards), counted[block], out=returns[block])
+        zero_outside(later.mul_(gamma).add_(rewards), kept, out=returns[block])
         if values is not None:
             own = torch.sub(returns[block], value, out=advantages[block])
             if counted is not mask:
-                zero_outside(own, counted[block], out=own)
+                zero_outside(own, kept, out=own)
                 torch.add(own, value, out=returns[block])
     return Advantages(advantages, returns)
 
@@ -121,7 +130,10 @@ def _later(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
     chunks = -(-tokens // width)
     shape, fill = (rows, chunks, width), (0, chunks * width - tokens)
     ones = torch.ones(width, width, dtype=terms.dtype, device=terms.device)
-    if _has_gaps(mask):
+    weights: Tensor | None = None
+    if decay == 1:
+        whole = torch.ones(rows, chunks, dtype=terms.dtype, device=terms.device)
+    elif _has_gaps(mask):
         trained = pad(mask, fill).view(shape).to(terms.dtype)
         earlier = trained @ ones.triu(1)  # trained tokens of the chunk before each
         whole = decay ** (earlier[..., -1] + trained[..., -1])  # (b, chunks), decay over the chunk
@@ -129,7 +141,9 @@ def _later(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
     else:
         weights = decay ** torch.arange(width, dtype=terms.dtype, device=terms.device)
         whole = torch.full((rows, chunks), decay**width, dtype=terms.dtype, device=terms.device)
-    weighted = pad(terms, fill).view(shape) * weights
+    weighted = pad(terms, fill).view(shape)
+    if weights is not None:
+        weighted = weighted * weights
     later = weighted @ ones.tril(-1)
     first = (later[..., 0] + weighted[..., 0]).t().contiguous()  # (chunks, b), sum over the chunk seen from its start
     after = torch.zeros_like(first)  # the same sum over everything behind the chunk, seen from its end
@@ -137,7 +151,9 @@ def _later(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
     for chunk in range(chunks - 1, 0, -1):
         torch.addcmul(first[chunk], decays[chunk], after[chunk], out=after[chunk - 1])
     later += (whole * after.t()).unsqueeze(2)
-    return (later / weights.mul_(decay)).view(rows, -1)[:, :tokens]
+    if weights is not None:
+        later /= weights.mul_(decay)
+    return later.view(rows, -1)[:, :tokens]
 
 
 def _has_gaps(mask: Tensor) -> bool:
