@@ -74,6 +74,7 @@ NOTICED = [
         "clips nothing",
     ),
     (["actor.policy_loss.loss_mode=decoupled", "actor.recompute_old_log_probs=never"], "does what vanilla does"),
+    (["actor.clip_ratio_schedule={type: adaptive, target: 0.01}", "data.train_batch_size=256"], "only widens the clip"),
 ]
 
 
@@ -89,6 +90,7 @@ def test_what_is_right_is_taken_without_a_word():
                            "rollout_rs_threshold=0.999_1.001"),
         "actor.policy_loss.loss_mode=gspo", "actor.loss_agg_mode=seq-mean-token-mean",
         "actor.use_kl_loss=true", "actor.kl_loss_type=full",
+        "actor.clip_ratio_schedule={type: adaptive, target: 0.01}", "actor.ppo_epochs=2",
     ])  # fmt: skip
     assert loaded.notices == []
     found = loaded.config.algorithm.rollout_correction

@@ -166,6 +166,17 @@ def plain_log_probs(models: Policies, batch: DataProto, row: int) -> tuple[Tenso
     return log_p.gather(1, response[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+def aggregated(loss: Tensor, mode: str, tokens: int, rows: int) -> Tensor:
+    """What the token losses of one row add to the loss of a mini-batch of so many tokens and rows."""
+    return {
+        "token-mean": loss.sum() / tokens,
+        "seq-mean-token-sum": loss.sum() / rows,
+        "seq-mean-token-mean": loss.mean() / rows,
+        "seq-mean-token-sum-norm": loss.sum() / rows / FIXED_DIVISOR,
+        "token-sum": loss.sum(),
+    }[mode]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_actors_gradient_is_that_of_the_loss_written_out(float64: Policies, mode: str) -> None:
     """An oracle that shares no code: a plain forward a row, and the loss by its definition."""
@@ -186,16 +197,7 @@ def test_the_actors_gradient_is_that_of_the_loss_written_out(float64: Policies, 
         kl = (ref - log_probs).exp() - 1 - (ref - log_probs)
         loss = (loss - 0.05 * entropy + 0.3 * kl)[mask[row, :length]]
         if len(loss):
-            total = (
-                total
-                + {
-                    "token-mean": loss.sum() / tokens,
-                    "seq-mean-token-sum": loss.sum() / rows,
-                    "seq-mean-token-mean": loss.mean() / rows,
-                    "seq-mean-token-sum-norm": loss.sum() / rows / FIXED_DIVISOR,
-                    "token-sum": loss.sum(),
-                }[mode]
-            )
+            total = total + aggregated(loss, mode, tokens, rows)
     total.backward()
     expected = {n: p.grad.clone() for n, p in float64.policy_weights.masters.items() if p.grad is not None}
     found, metrics = actor_step(float64, batch, Limits(2, None, True), config)
@@ -237,16 +239,7 @@ def test_the_critics_gradient_is_that_of_the_loss_written_out(float64: Policies,
         loss = (0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2))[mask[row, :length]]
         moved += int(((values - old).abs() > 0.5)[mask[row, :length]].sum())
         if len(loss):
-            total = (
-                total
-                + {
-                    "token-mean": loss.sum() / tokens,
-                    "seq-mean-token-sum": loss.sum() / rows,
-                    "seq-mean-token-mean": loss.mean() / rows,
-                    "seq-mean-token-sum-norm": loss.sum() / rows / FIXED_DIVISOR,
-                    "token-sum": loss.sum(),
-                }[mode]
-            )
+            total = total + aggregated(loss, mode, tokens, rows)
     total.backward()
     expected = {n: p.grad.clone() for n, p in float64.value_weights.masters.items() if p.grad is not None}
     found, metrics = critic_step(float64, batch, Limits(2, None, True), mode)

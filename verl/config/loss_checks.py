@@ -133,6 +133,12 @@ def notices(config: Config) -> Iterator[str]:
     loss, mode = actor.policy_loss, actor.loss_agg_mode
     if actor.kl_loss_coef_schedule.type != "constant" and not actor.use_kl_loss:
         yield "actor.kl_loss_coef_schedule has no effect: actor.use_kl_loss is false"
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
+    if actor.clip_ratio_schedule.type == "adaptive" and one_update:
+        yield (
+            f"actor.clip_ratio_schedule.type=adaptive only widens the clip: with one optimizer step a batch "
+            f"actor/{actor.clip_ratio_schedule.target_metric} is always 0"
+        )
     same = "actor.recompute_old_log_probs=never takes the engine's log-probs for the trainer's"
     never = actor.recompute_old_log_probs == "never"
     if never and correction.active and not correction.bypass_mode:

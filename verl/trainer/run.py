@@ -86,14 +86,7 @@ def train(config: Config, console: Console, reward: Callable[..., Any] | None = 
         store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
         checkpoint = find_checkpoint(config, store, run_dir)
         if checkpoint is not None and checkpoint.step >= total_steps:
-            console.print(
-                f"This run is finished: step {checkpoint.step} of {total_steps}. To train further raise "
-                f"trainer.total_training_steps; to train anew choose another trainer.experiment_name "
-                f"or remove {run_dir.path}",
-                soft_wrap=True,
-            )
-            if not run_dir.report.exists():  # the run was killed between its last checkpoint and its report
-                write_report(run_dir)
+            _say_finished(console, run_dir, checkpoint.step, total_steps)
             return
         start = checkpoint.step if checkpoint else 0
         run_dir.truncate_after(start if checkpoint else -1)
@@ -135,6 +128,17 @@ def train(config: Config, console: Console, reward: Callable[..., Any] | None = 
                 error.bad_input = isinstance(error, RewardError) and error.bad_input
                 raise
         run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
+        write_report(run_dir)
+
+
+def _say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:
+    console.print(
+        f"This run is finished: step {step} of {total_steps}. To train further raise "
+        f"trainer.total_training_steps; to train anew choose another trainer.experiment_name "
+        f"or remove {run_dir.path}",
+        soft_wrap=True,
+    )
+    if not run_dir.report.exists():  # the run was killed between its last checkpoint and its report
         write_report(run_dir)
 
 
