@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ["torch", "ray", "transformers", "tensordict", "pyarrow", "numpy"]
-needs_cli = pytest.mark.skipif(importlib.util.find_spec("verl.cli") is None, reason="verl/cli does not exist")
 
 
 def run(code: str) -> str:
@@ -56,7 +55,6 @@ def test_config_imports_in_under_300_ms() -> None:
     assert min(float(run(code)) for _ in range(3)) < 0.3
 
 
-@needs_cli
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
 def test_help_is_cheap(arguments: list[str]) -> None:
     code = (

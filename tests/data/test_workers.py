@@ -144,6 +144,13 @@ def test_a_script_on_standard_input(files, make_tokenizer, tmp_path):
     assert out == "127 rows\n", err
 
 
+def test_a_worker_that_gives_no_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
+    with workers._Worker() as worker, pytest.raises(DataError, match="gave no answer") as caught:
+        worker.hear()  # it was asked nothing
+    assert caught.value.value == "0.2 seconds" and worker._process.poll() == -signal.SIGKILL
+
+
 def test_workers_end_when_their_parent_is_killed():
     code = "from verl.data.workers import _Worker; import time; w = _Worker()\n"
     parent = start("-c", code + "print(w._process.pid, flush=True); time.sleep(60)")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 ROWS_PER_WORKER = 20_000  # with fewer, starting a process costs more than it saves
 MOST_WORKERS = 8  # where data.num_workers does not say
+ANSWER_SECONDS = 900.0  # a chunk takes seconds; a process that says nothing for so long is stuck
 _ARRAYS = [f.name for f in fields(Prepared) if f.type == "np.ndarray"]
 
 
@@ -81,6 +83,7 @@ class _Worker:
     """One process, and the two pipes to it."""
 
     def __init__(self) -> None:
+        self._stuck = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed on exit)
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         # The parent may have found this package in a folder that is not on the child's path.
@@ -111,7 +114,13 @@ class _Worker:
 
     def hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        limit = threading.Timer(ANSWER_SECONDS, self._give_up)
+        limit.daemon = True
+        limit.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            limit.cancel()
         if not line.endswith(b"\n"):
             raise self._gone()
         answer: dict[str, Any] = json.loads(line)
@@ -126,8 +135,15 @@ class _Worker:
             raise self._gone()
         return data
 
+    def _give_up(self) -> None:
+        self._stuck = True
+        self._process.kill()
+
     def _gone(self) -> DataError:
         code = self._process.wait()
+        if self._stuck:
+            fix = "data.num_workers=0 does the work in this process, where Ctrl-C and --debug show what it waits for"
+            return DataError("A process that prepares data gave no answer.", f"{ANSWER_SECONDS:g} seconds", fix)
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip().splitlines()
         ended = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
