@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,23 +14,18 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl.rollout.protocol import SamplingParams
-from verl.rollout.sampling import SampledTokens, sample, truncate
+from verl.rollout.protocol import Request, SamplingParams, Slot
+from verl.rollout.sampling import RowParameters, SampledTokens, Sampler, sample, truncate
+from verl.rollout.scheduler import Sequence as Draft
 
 LAST = 1 - 2**-24  # the largest uniform number that is drawn
 
 
-def draw(
-    logits: Tensor, uniform: float | Tensor, *, greedy: bool = False, top_p: float = 1.0, top_k: int = -1
-) -> SampledTokens:
-    n = logits.shape[0]
-    return sample(
-        logits,
-        torch.as_tensor(uniform, dtype=torch.float32).expand(n),
-        torch.full((n,), greedy),
-        torch.full((n,), top_p),
-        torch.full((n,), top_k),
-    )
+def draw(logits: Tensor, uniform: float | Tensor, **sampling: Any) -> SampledTokens:
+    """Every row with the same parameters."""
+    n, size = logits.shape
+    rows = RowParameters([SamplingParams(8, **sampling)] * n, size, torch.device("cpu"))
+    return sample(logits, torch.as_tensor(uniform, dtype=torch.float32).expand(n), rows)
 
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0]])  # probabilities .665241, .244728, .090031
@@ -71,7 +68,7 @@ def test_edges_stay_in_the_vocabulary(uniform: float, size: int) -> None:
 def test_greedy_is_argmax_and_takes_no_notice_of_the_draw() -> None:
     logits = torch.randn(50, 33)
     for uniform in (0.0, LAST):
-        drawn = draw(logits, uniform, greedy=True, top_p=0.5)
+        drawn = draw(logits, uniform, temperature=0.0, top_p=0.5)
         assert torch.equal(drawn.tokens, logits.argmax(-1))
         torch.testing.assert_close(drawn.log_probs, logits.log_softmax(-1).amax(-1))
         assert not drawn.kept_log_mass.any()
@@ -124,7 +121,7 @@ def kept_set(probs: list[float], top_p: float, top_k: int) -> set[int]:
 def test_kept_sets(weights: list[int], top_p: float, top_k: int) -> None:
     probs = torch.tensor([weights], dtype=torch.float64)
     probs = probs / probs.sum()
-    kept, log_mass = truncate(probs.float(), torch.tensor([top_p]), torch.tensor([top_k]))
+    kept, log_mass = truncate(probs.float(), torch.tensor([top_p]), torch.tensor([top_k if top_k > 0 else 13]))
     expected = kept_set(probs[0].tolist(), top_p, top_k)
     found = set(kept[0].nonzero()[:, 0].tolist())
     if found != expected:  # top-p lies on a border, to float32's precision
@@ -166,13 +163,14 @@ def test_rows_of_all_kinds_side_by_side() -> None:
         n = 24
         logits = torch.randn(n, size, generator=generator) * 3
         uniform = torch.rand(n, generator=generator)
-        greedy = torch.arange(n) % 3 == 0
-        top_p = torch.tensor([1.0, 0.9, 0.4, 1.0])[torch.arange(n) % 4]
-        top_k = torch.tensor([-1, 7, 0, 30, 1])[torch.arange(n) % 5]
-        together = sample(logits, uniform, greedy, top_p, top_k)
+        parameters = [
+            SamplingParams(8, float(i % 3 > 0), top_p=[1.0, 0.9, 0.4, 1.0][i % 4], top_k=[-1, 7, 0, 30, 1][i % 5])
+            for i in range(n)
+        ]
+        together = sample(logits, uniform, RowParameters(parameters, size, torch.device("cpu")))
         for i in range(n):
             row = slice(i, i + 1)
-            alone = sample(logits[row].clone(), uniform[row], greedy[row], top_p[row], top_k[row])
+            alone = sample(logits[row].clone(), uniform[row], RowParameters(parameters[row], size, torch.device("cpu")))
             for name in ("tokens", "log_probs", "kept_log_mass"):
                 assert torch.equal(getattr(alone, name), getattr(together, name)[row]), (size, i, name)
 
@@ -199,5 +197,36 @@ def test_a_draw_at_the_very_end_is_the_last_token_that_has_mass() -> None:
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.49, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1e-9, 1)])
 def test_top_p_stops_as_soon_as_it_is_reached(top_p: float, kept: int) -> None:
-    found, _ = truncate(torch.tensor([[0.25, 0.5, 0.125, 0.125]]), torch.tensor([top_p]), torch.tensor([-1]))
+    found, _ = truncate(torch.tensor([[0.25, 0.5, 0.125, 0.125]]), torch.tensor([top_p]), torch.tensor([4]))
     assert int((found > 0).sum()) == kept and found[0, 1] == 0.5
+
+
+def drafts(*kinds: SamplingParams, prompt: Sequence[int] = (1, 2)) -> list[Draft]:
+    return [
+        Draft(Request(Slot("a", i), list(prompt), p), p.max_new_tokens, frozenset({0})) for i, p in enumerate(kinds)
+    ]
+
+
+def test_parameters_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read once while the rows stay, and again for every row that comes, goes or moves."""
+    sampler = Sampler(50, torch.device("cpu"))
+    rows = drafts(
+        SamplingParams(8, 0.5, seed=3), SamplingParams(8, 0.0), SamplingParams(8, 2.0, top_k=4, seed=2**64 - 1)
+    )
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    made: list[int] = []
+    original = RowParameters.__init__
+    monkeypatch.setattr(
+        RowParameters, "__init__", lambda self, p, *more: (made.append(len(p)), original(self, p, *more))[0]
+    )
+    for chosen in ([0, 1, 2], [2, 1], [1, 0, 2], [0, 1, 2]):
+        present = [rows[i] for i in chosen]
+        for _ in range(3):
+            assert sampler.temperatures(present).tolist() == [[0.5, 0.0, 2.0][i] for i in chosen]
+            drawn = sampler.draw(logits[chosen], present)
+            for place, i in enumerate(chosen):
+                alone = Sampler(50, torch.device("cpu")).draw(logits[[i]], [rows[i]])
+                assert alone.tokens[0] == drawn.tokens[place] and alone.log_probs[0] == drawn.log_probs[place]
+            for draft, token in zip(present, drawn.tokens.tolist(), strict=True):
+                draft.append(token, 0.0, 0, 0.0)
+    assert [n for n in made if n > 1] == [3, 2, 3, 3]

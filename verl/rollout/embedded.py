@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +19,8 @@ from verl.models.packed import PackedContext, pack_rows
 from verl.models.policy import PolicyModel, model_device
 from verl.rollout.kv_cache import DecodeContext, KVCache
 from verl.rollout.protocol import BIT_PARITY, SHARED_WEIGHTS, EngineStats, Request, Result, Slot
-from verl.rollout.sampling import sample
+from verl.rollout.sampling import Sampler
 from verl.rollout.scheduler import Scheduler, Sequence
-from verl.rollout.seeds import uniforms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +70,7 @@ class EmbeddedEngine:
             weight.dtype,
             model_device(policy),
         )
+        self._sampler = Sampler(weight.shape[0], model_device(policy))
         self._version = 0
         self._paused = False
         self._refused: list[Result] = []
@@ -172,18 +171,8 @@ class EmbeddedEngine:
 
     def _advance(self, sequences: list[Sequence], hidden: Tensor) -> list[Result]:
         """Sample the next token of these sequences, the last active rows; the responses that end with it."""
-        sampling = [sequence.request.sampling for sequence in sequences]
-        device = hidden.device
-        temperature = torch.tensor([s.temperature for s in sampling], device=device)
-        seeds = np.array([s.seed for s in sampling], dtype=np.uint64)
-        positions = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
-        drawn = sample(
-            self.policy.logits(hidden, temperature),
-            torch.from_numpy(uniforms(seeds, positions)).to(device),
-            torch.tensor([s.greedy for s in sampling], device=device),
-            torch.tensor([s.top_p for s in sampling], device=device),
-            torch.tensor([s.top_k or -1 for s in sampling], device=device),
-        )
+        logits = self.policy.logits(hidden, self._sampler.temperatures(sequences))
+        drawn = self._sampler.draw(logits, sequences)
         for sequence, token, log_prob, mass in zip(
             sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.kept_log_mass.tolist(), strict=True
         ):
