@@ -12,6 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 
+from verl.models.attention import AttentionRule
 from verl.models.packed import PackedContext, pack_rows
 
 
@@ -155,7 +156,7 @@ def test_attention_within_a_row(sizes: list[tuple[int, list[int]]], share: bool,
     tokens, used = packed.input_ids.shape[0], int(packed.cu_seqlens[-1])
     generator = torch.Generator().manual_seed(tokens)
     query, key, value = (torch.randn(n, tokens, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
-    out = PackedContext(packed).attend(0, query, key, value, 0.7, window)
+    out = PackedContext(packed).attend(0, query, key, value, AttentionRule(0.7, window))
     expected = attention_by_token(packed, query, key, value, 0.7, window)
     torch.testing.assert_close(out[:used], expected[:used], atol=1e-12, rtol=0)
     assert out.isfinite().all()
@@ -165,10 +166,10 @@ def test_nothing_of_another_row_comes_near() -> None:
     """Not even as 0 times NaN (padding law)."""
     packed = pack_rows([[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 10]], 3)
     query, key, value = torch.randn(4, 8, 4), torch.randn(2, 8, 4), torch.randn(2, 8, 4)
-    clean = PackedContext(packed).attend(0, query, key, value, 1.0, None)
+    clean = PackedContext(packed).attend(0, query, key, value, AttentionRule(1.0))
     for tensor in (query, key, value):
         tensor[:, :4] = math.nan
-    dirty = PackedContext(packed).attend(0, query, key, value, 1.0, None)
+    dirty = PackedContext(packed).attend(0, query, key, value, AttentionRule(1.0))
     assert dirty[:4].isnan().all() and torch.equal(dirty[4:], clean[4:])
 
 
@@ -178,6 +179,6 @@ def test_the_sink_sees_every_layer_before_it_is_used() -> None:
     seen: list[tuple[int, Tensor, Tensor]] = []
     context = PackedContext(packed, lambda layer, k, v: seen.append((layer, k, v)))
     for layer in (0, 1):
-        context.attend(layer, query, key, value, 1.0, None)
+        context.attend(layer, query, key, value, AttentionRule(1.0))
     assert [layer for layer, _, _ in seen] == [0, 1]
     assert seen[0][1] is key and seen[0][2] is value

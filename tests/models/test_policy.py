@@ -293,8 +293,6 @@ def other_family(kind: str, **changes: Any) -> PreTrainedModel:
     ("kind", "changes", "named"),
     [
         ("gemma2", {}, "final_logit_softcapping"),
-        ("gemma2", {"final_logit_softcapping": None}, "softcap"),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
         ("cohere", {}, "logit_scale"),
         ("granite", {"logits_scaling": 4.0}, "logits_scaling"),
         ("bloom", {"n_layer": 2, "n_head": 4}, "0 of its 2 layers"),

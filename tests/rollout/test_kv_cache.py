@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from verl.models.attention import AttentionRule
 from verl.rollout.kv_cache import LENGTH_MULTIPLE, DecodeContext, KVCache
 
 
@@ -76,7 +77,7 @@ def test_one_token_of_each_row(window: int | None, heads: int) -> None:
     before = [tensor.clone() for tensor in cache.keys]
     positions = torch.tensor(lengths)
     query, key, value = noise(heads, 4, 4), noise(2, 4, 4), noise(2, 4, 4)
-    out = DecodeContext(cache, positions).attend(1, query, key, value, 0.6, window)
+    out = DecodeContext(cache, positions).attend(1, query, key, value, AttentionRule(0.6, window))
     assert out.shape == (4, heads, 4)
     assert torch.equal(cache.keys[0], before[0])  # the other layer is not touched
     for row, position in enumerate(lengths):

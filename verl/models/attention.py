@@ -4,7 +4,7 @@ Three rules make every token's output independent of what it is computed beside 
 
 * query rows (the heads that share a key-value head, times the tokens) come in multiples of 8, since fewer rows
   take other matmul kernels;
-* scores are normalised over the row alone, masked keys being -inf;
+* scores are normalised in float32 over the row alone, masked keys being -inf;
 * values are summed in float32 over fixed blocks of 128 keys counted from the row's start, in order.
 
 transformers models call :func:`attention_forward` through the attention interface under the name
@@ -16,10 +16,12 @@ heads, K key-value heads, G = A / K, D head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl.errors import ModelError
@@ -38,10 +40,20 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@dataclass(frozen=True)
+class AttentionRule:
+    """What a layer asks of its attention, who may attend to whom within a row apart."""
+
+    scale: float  # factor on the scores
+    window: int | None = None  # a token attends to itself and the window - 1 tokens before it
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None  # (A,) one more logit of each head, whose probability goes nowhere
+
+
 class AttentionContext(Protocol):
     """Knows which tokens of this forward attend to which keys."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query (A, T, D), key and value (K, T, D) -> (T, A, D)."""
         ...
 
@@ -56,6 +68,8 @@ def attention_forward(
     dropout: float = 0.0,
     attention_context: AttentionContext | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of every model that this package runs; tokens lie packed in one row: query (1, A, T, D)."""
@@ -64,14 +78,12 @@ def attention_forward(
             f"{type(module).__name__} was called without an attention context",
             fix="call the model through verl.models.policy, or load it with another attention implementation",
         )
-    for feature in ("softcap", "s_aux"):
-        if kwargs.get(feature) is not None:
-            raise ModelError(f"{type(module).__name__} uses {feature}, which VeRL's attention does not support")
     if dropout:
         raise ModelError(f"{type(module).__name__} asks for attention dropout", dropout, "set it to 0 in config.json")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = attention_context.attend(layer, query[0], key[0], value[0], scale, sliding_window)
+    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
+    out = attention_context.attend(layer, query[0], key[0], value[0], rule)
     return out.unsqueeze(0), None
 
 
@@ -84,24 +96,52 @@ AttentionInterface.register(ATTENTION_NAME, attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, scale: float) -> Tensor:
-    """Softmax attention whose bits per query row do not depend on the other rows or on key padding.
+def attention_probs(scores: Tensor, keep: Tensor, rule: AttentionRule, dtype: torch.dtype) -> Tensor:
+    """Scores to attention weights, computed at least in float32.
+
+    The sink stands before the keys, so that places of keys in the sum do not depend on how many there are.
 
     Args:
-        query: (B, R, D), R a multiple of 8.
-        key, value: (B, L, D).
-        keep: broadcastable to (B, R, L) bool; every row keeps at least one key.
-        scale: factor on the scores.
+        scores: (..., L) products of queries and keys, not yet scaled; with sinks (N, K, G, t, L), where G may be the
+            heads of a key-value head filled up with rows that nobody reads.
+        keep: bool, broadcastable to ``scores``; every row keeps at least one key.
+        rule: of the layer; its window is taken to be in ``keep``.
+        dtype: of the result.
+    """
+    scores = scores.to(wide_dtype(scores.dtype)) * rule.scale
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores = scores.masked_fill_(~keep, float("-inf"))
+    if rule.sinks is None:
+        return scores.softmax(-1).to(dtype)
+    kv_heads, group = scores.shape[1:3]
+    sinks = rule.sinks.to(scores.dtype).view(kv_heads, -1)
+    sinks = F.pad(sinks, (0, group - sinks.shape[1]))[:, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([sinks, scores], -1).softmax(-1)[..., 1:].to(dtype).contiguous()
+
+
+def block_attention(query: Tensor, key_t: Tensor, value: Tensor, keep: Tensor, rule: AttentionRule) -> Tensor:
+    """Softmax attention whose bits per query row do not depend on the other rows or on key padding.
+
+    Nor do they depend on how keys are stored: the scores of each block of 128 keys may as well be computed apart.
+
+    Args:
+        query: (B, R, D), B = N * K rows and key-value heads, R = G * t query heads and tokens, a multiple of 8.
+        key_t: (B, D, L), contiguous: a matmul with a transposed view takes several times as long.
+        value: (B, L, D).
+        keep: (N, t, L) bool, the same for all heads of a row; every query keeps at least one key.
+        rule: of the layer; its window is taken to be in ``keep``.
 
     Returns:
         (B, R, D) in the query's dtype.
     """
-    wide = wide_dtype(query.dtype)
-    scores = torch.bmm(query, key.transpose(1, 2)).to(wide).mul_(scale)  # (B, R, L)
-    probs = scores.masked_fill_(~keep, float("-inf")).softmax(-1).to(query.dtype)
-    length = key.shape[1]
+    batch, rows, length = query.shape[0], query.shape[1], key_t.shape[2]
+    n, t = keep.shape[:2]
+    scores = torch.bmm(query, key_t).view(n, batch // n, rows // t, t, length)
+    probs = attention_probs(scores, keep[:, None, None], rule, query.dtype).view(batch, rows, length)
     if length <= KEY_BLOCK:
         return torch.bmm(probs, value)
+    wide = wide_dtype(query.dtype)
     out = torch.bmm(probs[:, :, :KEY_BLOCK].contiguous(), value[:, :KEY_BLOCK].contiguous()).to(wide)
     for start in range(KEY_BLOCK, length, KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)

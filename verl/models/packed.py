@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl.models.attention import block_attention, round_up
+from verl.models.attention import AttentionRule, block_attention, round_up
 
 QUERY_BUCKET = 8
 KEY_BUCKET = 32
@@ -146,30 +146,31 @@ class PackedContext:
         self._buckets, self._order = _bucket(packed)
         self._keep: dict[int | None, list[Tensor]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         heads, tokens, size = query.shape
         kv_heads = key.shape[0]
+        group = heads // kv_heads
         if self._sink is not None:
             self._sink(layer, key, value)
         flat_q = query.transpose(0, 1).reshape(tokens, heads * size)
         flat_k = key.transpose(0, 1).reshape(tokens, kv_heads * size)
         flat_v = value.transpose(0, 1).reshape(tokens, kv_heads * size)
         outs = []
-        for bucket, keep in zip(self._buckets, self._masks(window), strict=True):
+        for bucket, keep in zip(self._buckets, self._masks(rule.window), strict=True):
             n, t = bucket.query_index.shape
             length = bucket.key_index.shape[1]
-            group = heads // kv_heads
             q = flat_q.index_select(0, bucket.query_index.view(-1)).view(n, t, kv_heads, group, size)
-            q = q.permute(0, 2, 3, 1, 4).reshape(n * kv_heads, group * t, size)
             k, v = (
-                flat.index_select(0, bucket.key_index.view(-1))
-                .view(n, length, kv_heads, size)
-                .transpose(1, 2)
-                .reshape(n * kv_heads, length, size)
+                flat.index_select(0, bucket.key_index.view(-1)).view(n, length, kv_heads, size)
                 for flat in (flat_k, flat_v)
             )
-            mask = keep[:, None, None].expand(n, kv_heads, group, t, length).reshape(n * kv_heads, group * t, length)
-            out = block_attention(q, k, v, mask, scale)
+            out = block_attention(
+                q.permute(0, 2, 3, 1, 4).contiguous().view(n * kv_heads, group * t, size),
+                k.permute(0, 2, 3, 1).contiguous().view(n * kv_heads, size, length),
+                v.transpose(1, 2).contiguous().view(n * kv_heads, length, size),
+                keep,
+                rule,
+            )
             outs.append(out.view(n, kv_heads, group, t, size).permute(0, 3, 1, 2, 4).reshape(n * t, heads * size))
         return torch.cat(outs).index_select(0, self._order).view(tokens, heads, size)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from verl.models.attention import ROW_MULTIPLE, block_attention, round_up
+from verl.models.attention import ROW_MULTIPLE, AttentionRule, block_attention, round_up
 
 LENGTH_MULTIPLE = 32
 
@@ -89,7 +89,7 @@ class DecodeContext:
         self._places = torch.arange(self._length, device=positions.device)
         self._keep: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         heads, tokens, size = query.shape
         kv_heads = key.shape[0]
         group = heads // kv_heads
@@ -103,10 +103,10 @@ class DecodeContext:
         if fill:
             queries = F.pad(queries, (0, 0, 0, fill))
         flat = (tokens * kv_heads, self._length, size)
-        past_keys = keys[:tokens, :, : self._length].reshape(flat)
+        past_keys = keys[:tokens, :, : self._length].reshape(flat).transpose(1, 2).contiguous()
         past_values = values[:tokens, :, : self._length].reshape(flat)
-        keep = self._mask(window)[:, None, None].expand(tokens, kv_heads, 1, self._length).reshape(-1, 1, self._length)
-        out = block_attention(queries, past_keys, past_values, keep, scale)[:, :group]
+        keep = self._mask(rule.window)[:, None]
+        out = block_attention(queries, past_keys, past_values, keep, rule)[:, :group]
         return out.reshape(tokens, heads, size)
 
     def _mask(self, window: int | None) -> Tensor:
