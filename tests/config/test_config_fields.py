@@ -139,6 +139,8 @@ OTHER = {
     "reward.custom_reward_function.path": ("reward.py",),
     "reward.custom_reward_function.name": ("score",),
     "reward.reward_kwargs": ("{weight: 2}",),
+    "reward.functions": ("{right: {rule: boxed}}",),
+    "reward.on_error": ("stop",),
     "reward.max_failed_fraction": ("0.1",),
     "reward.length_normalization.alpha": ("0.5",),
     "reward.length_normalization.positive_only": ("true",),

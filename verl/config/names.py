@@ -42,6 +42,11 @@ def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     return f"did you mean {found}? " if found else ""
 
 
+def matches(pattern: str, data_source: str) -> bool:
+    """Whether a data source has that name; a trailing ``*`` stands for any ending."""
+    return data_source == pattern or (pattern.endswith("*") and data_source.startswith(pattern[:-1]))
+
+
 def nearest_path(missing: Path, cutoff: float = 0.6) -> Path | None:
     """An existing path like ``missing``: each part that does not exist is replaced by the nearest name beside it.
 

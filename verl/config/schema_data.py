@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from verl.config.base import (
     FieldProblem,
@@ -21,6 +21,8 @@ from verl.config.base import (
     acts,
 )
 from verl.config.schema_shaping import SHAPING, LengthNormalizationConfig, OverlongBufferConfig
+
+RESERVED_NAMES = ("score", "acc", "pred", "answer")  # keys of a reward function's result that mean something
 
 _DTYPES = {
     "float32": "float32",
@@ -231,6 +233,28 @@ class CustomRewardConfig(Section):
     name: str = Field("compute_score", min_length=1, description="Name of the function in that file.")
 
 
+class RewardFunctionConfig(Section):
+    """One of several reward functions, an entry of ``reward.functions``: a built-in rule, or a function of a file."""
+
+    acts_in: ClassVar[str] = "rollout: the scorer"
+
+    rule: str | None = Field(None, min_length=1, description="Name of a built-in rule, or auto.")
+    path: str | None = Field(None, description="Python file that holds the function.")
+    name: str = Field("compute_score", min_length=1, description="Name of the function in that file.")
+    kwargs: FreeDict = Field(default_factory=dict, description="Extra keyword arguments of every call.")
+    weight: Number = Field(1.0, description="Factor of its score in the sum; 0: only logged.")
+    data_sources: StringList = Field(
+        default_factory=list, description="Data sources that it is for, a trailing * for any ending; empty: all."
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> RewardFunctionConfig:
+        kinds = ("rule", "path")
+        if sum(getattr(self, kind) is not None for kind in kinds) != 1:
+            raise FieldProblem("must say what it is, once", f"give one of {', '.join(kinds)}")
+        return self
+
+
 class RewardConfig(Section):
     """What turns a response into a score."""
 
@@ -244,6 +268,15 @@ class RewardConfig(Section):
     )
     reward_kwargs: FreeDict = Field(
         default_factory=dict, description="Extra keyword arguments of every call of the reward function."
+    )
+    functions: FreeDict = Field(
+        default_factory=dict,
+        description="Several reward functions at once by name, their scores added: {name: {rule or path, name, kwargs, "
+        "weight, data_sources}}; in place of the three above.",
+    )
+    on_error: Literal["skip", "retry", "stop"] = Field(
+        "skip",
+        description="A response that could not be scored is left out, asked about twice more first, or stops the run.",
     )
     length_normalization: LengthNormalizationConfig = Field(
         default_factory=LengthNormalizationConfig, description="Scores divided by a power of the length."
@@ -274,6 +307,38 @@ class RewardConfig(Section):
         le=1,
         description="Share of a batch's responses that may go unscored (an exception, a timeout) before the run stops.",
     )
+
+    @field_validator("functions")
+    @classmethod
+    def _function_entries(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, entry in value.items():
+            if not name.replace("-", "_").replace(".", "_").isidentifier() or name in RESERVED_NAMES:
+                raise FieldProblem(f"{name!r} cannot be the name of a reward", "use letters, digits, - and _")
+            try:
+                RewardFunctionConfig.model_validate(entry)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                place = ".".join(map(str, (name, *first["loc"])))
+                own = first.get("ctx", {}).get("error")
+                if isinstance(own, FieldProblem):
+                    raise FieldProblem(f"{place} {own.what}", own.fix) from None
+                known = ", ".join(RewardFunctionConfig.model_fields)
+                raise FieldProblem(f"{place}: {first['msg']}", f"an entry is a mapping with {known}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _either_one_or_several(self) -> RewardConfig:
+        if self.functions and (self.rule != "auto" or self.custom_reward_function.path or self.reward_kwargs):
+            raise FieldProblem(
+                "has functions, and rule, custom_reward_function.path or reward_kwargs beside them",
+                "make what stands there an entry of reward.functions",
+            )
+        return self
+
+    @property
+    def parts(self) -> dict[str, RewardFunctionConfig]:
+        """The entries of ``functions``."""
+        return {name: RewardFunctionConfig.model_validate(entry) for name, entry in self.functions.items()}
 
     @property
     def shapes(self) -> bool:

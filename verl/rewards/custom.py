@@ -75,11 +75,6 @@ class UserFunction:
     columns: tuple[str, ...] = ()
     parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict, repr=False)
 
-    @property
-    def is_async(self) -> bool:
-        # An object may be called like a function.
-        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
-
     def takes(self, name: str) -> bool:
         """Whether ``name`` can be given by keyword."""
         return _takes(self.parameters, name)

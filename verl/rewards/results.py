@@ -12,6 +12,8 @@ from verl.errors import RewardError
 
 MAX_SCORE = 3.4028234663852886e38  # scores travel in float32
 
+MEANINGFUL = ("acc", "pred", "answer")  # keys of a result that validation and majorities read
+
 Outcome = Literal["scored", "none", "invalid", "failed", "empty"]
 
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from verl.config.names import did_you_mean
+from verl.config.names import did_you_mean, matches
 from verl.errors import RewardError
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
@@ -212,7 +212,7 @@ def by_source(data_source: str) -> Rule:
         RewardError: no rule fits.
     """
     for pattern, name in SOURCES.items():
-        if data_source == pattern or (pattern.endswith("*") and data_source.startswith(pattern[:-1])):
+        if matches(pattern, data_source):
             return RULES[name]
     raise RewardError(
         "No built-in reward rule belongs to this data source.",

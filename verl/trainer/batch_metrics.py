@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from verl.algorithms.advantages import outcome_scores
 from verl.algorithms.metric import Metric, mean_metric, spread_metrics
 from verl.protocol import DataProto
+from verl.protocol.keys import REWARD_EXTRA_PREFIX
 
 # Parts of a step whose time is also given by token.
 PER_TOKEN = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
-def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]:
+def batch_metrics(batch: DataProto, max_prompt_length: int, rewards: Sequence[str] = ()) -> dict[str, Metric]:
     """Scores and rewards by row, advantages, returns and values by trained token, lengths by row.
 
     ``response_length/clip_ratio`` is the share of responses cut at their limit, ``prompt_length/clip_ratio`` that of
     prompts that fill theirs (cut or not).
+
+    Args:
+        rewards: names in ``reward.functions``, whose scores are each logged before their weights, over the rows that
+            they scored.
     """
     columns = batch.tensors
     mask, scored = columns["response_mask"].bool(), columns["scored"].bool()
@@ -37,6 +44,10 @@ def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]
     }
     if "values" in columns:
         metrics |= spread_metrics("critic/values", columns["values"], mask)
+    for name in rewards:
+        values = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
+        known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+        metrics |= spread_metrics(f"critic/reward/{name}", known)
     for name, count in batch.meta_info.get("metrics", {}).items():
         metrics[name] = Metric(float(count), 1.0, "sum")
     return metrics

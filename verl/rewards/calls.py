@@ -1,0 +1,129 @@
+"""Calling a reward function, built in or the user's, and reading what it returns. Free of torch: workers import it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.rewards.results import Score, check_batch, check_result
+from verl.user_code import describe
+
+ASYNC_LIMIT = 64  # async calls in flight at once
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call by keyword.
+
+    Attributes:
+        count: responses that a call for a batch is about; None: it is about one.
+    """
+
+    arguments: dict[str, Any]
+    count: int | None = None
+
+
+@dataclass(frozen=True)
+class Callee:
+    """A function at hand.
+
+    Attributes:
+        name: what messages call it.
+        file: whose lines are named where it fails.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    file: Path | None = None
+
+    @property
+    def is_async(self) -> bool:
+        # An object may be called like a function.
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
+
+    def failure(self, error: BaseException) -> Score:
+        return Score(None, "failed", reason=describe(error, self.file))
+
+
+Tell = Callable[[int, list[Score]], None]
+
+
+def run(callee: Callee, calls: Sequence[Call], tell: Tell, limit: float | None = None) -> None:
+    """Make the calls; ``tell`` gets the number of each and its scores (one, or ``count``) as soon as it is done.
+
+    Async functions have ``ASYNC_LIMIT`` calls in flight, the others one.
+
+    Args:
+        limit: seconds for each call of an async function, from its start.
+
+    Raises:
+        RewardError: what was returned for a batch is not one value a response.
+    """
+    if callee.is_async and all(call.count is None for call in calls):
+        _run_coroutine(_gather(callee, calls, tell, limit))
+        return
+    for number, call in enumerate(calls):
+        try:
+            result = _finished(callee.function(**call.arguments))
+        except (Exception, SystemExit) as error:
+            tell(number, [callee.failure(error)] * (call.count or 1))
+        else:
+            whole = call.count is not None
+            tell(number, check_batch(result, call.count, callee.name) if whole else [check_result(result)])
+
+
+async def _gather(callee: Callee, calls: Sequence[Call], tell: Tell, limit: float | None) -> None:
+    slots = asyncio.Semaphore(ASYNC_LIMIT)
+
+    async def ask(number: int, call: Call) -> None:
+        async with slots:
+            own = asyncio.timeout(limit)
+            try:
+                async with own:
+                    score = check_result(await callee.function(**call.arguments))
+            except (Exception, SystemExit) as error:
+                score = too_slow(limit) if own.expired() and limit is not None else callee.failure(error)
+            tell(number, [score])
+
+    await asyncio.gather(*(ask(number, call) for number, call in enumerate(calls)))
+
+
+def too_slow(limit: float) -> Score:
+    return Score(None, "failed", reason=f"no answer within reward.timeout={limit:g} s")
+
+
+def _finished(result: Any) -> Any:
+    """The result, awaited where it must be: an async function, or one that returns what another has to await."""
+
+    async def awaited() -> Any:
+        return await result
+
+    return _run_coroutine(awaited()) if inspect.isawaitable(result) else result
+
+
+def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run to the end, also where this thread already runs an event loop (a notebook, an async worker)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append((asyncio.run(coroutine), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=work, name="reward-async")
+    thread.start()
+    thread.join()
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,114 @@
+"""Rewards as the scorer sees them: each scores a batch of rows, by a built-in rule or by a function of the user's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verl.errors import RewardError
+from verl.protocol import DataProto, check_columns
+from verl.rewards import batched, calls
+from verl.rewards.custom import VERL, UserFunction, accepts
+from verl.rewards.results import Score
+from verl.rewards.rules import Rule, by_source
+
+if TYPE_CHECKING:
+    from verl.data.rows import PromptRow
+
+ROW_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")  # what a reward is told of a response
+
+
+class Reward(Protocol):
+    """Something that scores a batch of rows."""
+
+    def check_rows(self, rows: Sequence[PromptRow]) -> None:
+        """Refuse, before a run starts, rows of a dataset that cannot be scored. Raises RewardError."""
+        ...
+
+    def score(self, rows: DataProto) -> list[Score]:
+        """One :class:`Score` a row, in order.
+
+        Args:
+            rows: columns ``ROW_COLUMNS``, and whatever else a batch has after rollout; every row has a response token.
+        """
+        ...
+
+
+class RuleReward:
+    """A built-in rule.
+
+    Args:
+        rule: None: chosen by the row's data source.
+    """
+
+    def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any]) -> None:
+        self._rule, self._kwargs = rule, dict(kwargs)
+        if rule is not None:
+            self._checked(rule)
+
+    def check_rows(self, rows: Sequence[PromptRow]) -> None:
+        if self._rule is None:
+            for source in sorted({row.data_source for row in rows}):
+                self._checked(by_source(source))
+
+    def score(self, rows: DataProto) -> list[Score]:
+        scores: list[Score] = []
+        for text, source, truth, extra in _told(rows):
+            rule = self._rule or self._checked(by_source(source))
+            call = calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra or {}, **self._kwargs})
+            calls.run(calls.Callee(rule, rule.__name__), [call], lambda _, found: scores.extend(found))
+        return scores
+
+    def _checked(self, rule: Rule) -> Rule:
+        refused = [name for name in self._kwargs if not accepts(rule, name)]
+        if refused:
+            what = f"The reward rule {rule.__name__} does not take {', '.join(refused)} of reward.reward_kwargs."
+            raise RewardError(what, self._kwargs, "remove the key, or choose another rule")
+        return rule
+
+
+class FunctionReward:
+    """A user's function in any of the three signatures.
+
+    Args:
+        decode: token ids to text, special tokens included; OpenRLHF's signature needs it.
+    """
+
+    def __init__(self, function: UserFunction, kwargs: Mapping[str, Any], decode: batched.Decode | None) -> None:
+        self._function, self._kwargs, self._decode = function, dict(kwargs), decode
+        self._callee = calls.Callee(function.function, function.name, function.file)
+
+    def check_rows(self, rows: Sequence[PromptRow]) -> None:
+        held = {*batched.ALWAYS, *(name for row in rows for name in {**row.extra_info, **row.columns})}
+        missing = [name for name in self._function.columns if name not in held]
+        if missing:
+            raise RewardError(
+                f"The reward function asks for {', '.join(missing)}, and the data has no such column.",
+                self._function.name,
+                f"columns: {', '.join(sorted(held))}; rename the parameter, or give it a default",
+            )
+
+    def score(self, rows: DataProto) -> list[Score]:
+        made = self._calls(rows)
+        scores: list[list[Score]] = [[] for _ in made]
+        calls.run(self._callee, made, scores.__setitem__)
+        return [score for found in scores for score in found]
+
+    def _calls(self, rows: DataProto) -> list[calls.Call]:
+        if self._function.signature is VERL:
+            return [calls.Call(self._arguments(*row)) for row in _told(rows)]
+        check_columns(rows, *batched.COLUMNS)
+        arguments = {**batched.arguments(self._function, rows, self._decode), **self._kwargs}
+        return [calls.Call(arguments, count=len(rows))]
+
+    def _arguments(self, text: str, source: str, truth: Any, extra: dict[str, Any] | None) -> dict[str, Any]:
+        arguments = {"data_source": source, "solution_str": text, "ground_truth": truth, **self._kwargs}
+        if self._function.takes("extra_info"):
+            # A copy: what the function does to it must not reach the dataset or the other responses of the group.
+            arguments["extra_info"] = copy.deepcopy(extra) if extra is not None else {}
+        return arguments
+
+
+def _told(rows: DataProto) -> Any:
+    return zip(*(rows.non_tensor_batch[name].tolist() for name in ROW_COLUMNS), strict=True)
