@@ -128,6 +128,25 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path, tiny_model_dir: Pa
     assert same(before, everything(other))
 
 
+def test_b048_float16_trains_and_its_scale_survives_a_checkpoint(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The scale 2^30 overflows at once and comes down until gradients fit; a resumed run has the scale it came to."""
+    config = config_of(tiny_model_dir, model={"dtype": "float16", "fp16": {"initial_scale_power": 30}})
+    one = ready(config)
+    before = everything(one)
+    skipped = train(one, 1)[0]
+    assert skipped["actor/skipped_steps"].value() == 1.0
+    masters = {name: value for name, value in before.items() if name.startswith("actor/master")}
+    assert masters and all(torch.equal(value, everything(one)[name]) for name, value in masters.items())
+    steps = train(one, 30)
+    assert steps[-1]["actor/skipped_steps"].value() == 0.0 and steps[-1]["actor/loss_scale"].value() < 2.0**29
+    assert one._actor.policy.model.get_output_embeddings().weight.dtype == torch.float16
+    assert one.actor_log_probs(batch()).batch["old_log_probs"].dtype == torch.float32  # B047
+    one.save(str(tmp_path))
+    other = ready(config)
+    other.load(str(tmp_path))
+    assert train(one, 1) == train(other, 1)
+
+
 def test_roles_that_the_algorithm_needs_and_no_others(tiny_model_dir: Path) -> None:
     grpo = ready(config_of(tiny_model_dir, algorithm={"adv_estimator": "grpo"}))
     assert grpo._critic is None and grpo._reference is None

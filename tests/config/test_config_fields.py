@@ -44,6 +44,9 @@ OTHER = {
     "model.path": ("other",),
     "model.tokenizer_path": ("tok",),
     "model.dtype": ("fp32",),
+    "model.fp16.loss_scale": ("1024",),
+    "model.fp16.initial_scale_power": ("8",),
+    "model.fp16.loss_scale_window": ("100",),
     "model.trust_remote_code": ("true",),
     "model.enable_gradient_checkpointing": ("true",),
     "actor.ppo_mini_batch_size": ("128",),
@@ -186,6 +189,8 @@ OTHER = {
         "weight_decay": "0.0",
         "betas": "[0.8, 0.95]",
         "eps": "1e-6",
+        "decay_norms_and_biases": "true",
+        "on_nonfinite": "stop",
     }.items()
 }
 
@@ -338,7 +343,6 @@ def test_a_boolean_is_not_a_number(key):
         ("trainer.device=cudaa", "did you mean cuda?"),
         ("trainer.resume_mode=resume", "did you mean resume_path?"),
         ("model.dtype=bfloat", "did you mean bfloat16?"),
-        ("model.dtype=fp16", "use bfloat16 or float32"),
     ],
 )
 def test_a_bad_choice_names_the_nearest(override, fix):

@@ -191,7 +191,6 @@ def test_an_older_micro_batch_size_that_does_not_fit(overrides, complaint, value
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("training.fp16.enabled=true", "fp16 training is not supported yet"),
         ("training.optimizer.type=SGD", "AdamW is the only optimizer"),
         ("actor_rollout_ref.model.lora_rank=32", "LoRA is not supported yet"),
         ("reward_model.enable=True", "reward models are not supported yet"),
@@ -211,12 +210,23 @@ def test_what_is_not_built_is_refused_not_dropped(override, complaint):
     assert caught.value.fix
 
 
+def test_fp16_in_the_flat_spelling():
+    loaded = load("training.fp16.enabled=true", "training.fp16.loss_scale=1024", "training.fp16.initial_scale_power=4")
+    model = loaded.config.model
+    assert (model.dtype, model.fp16.loss_scale, model.fp16.initial_scale_power) == ("float16", 1024, 4)
+    assert loaded.notices == [
+        "model.fp16.initial_scale_power has no effect: model.fp16.loss_scale=1024 is fixed",
+    ]
+    with pytest.raises(ConfigError, match="training.fp16.enabled and model.dtype ask for different compute types"):
+        load("training.fp16.enabled=true", "model.dtype=bf16")
+    assert load("training.fp16.enabled=false", "model.dtype=fp32").config.model.dtype == "float32"
+    assert "needs no loss scale" in load("model.fp16.loss_scale=8").notices[0]
+
+
 @pytest.mark.parametrize(
     "override",
     [
         "training.fp16.enabled=false",
-        "training.fp16.loss_scale=0",
-        "training.fp16.initial_scale_power=16",
         "training.optimizer.type=AdamW",
         "model.lora_rank=0",
         "model.target_modules=all-linear",

@@ -28,6 +28,8 @@ ELSEWHERE = {
     "rollout.name",  # one engine so far
     "trainer.project_name",  # noted in config.yaml and in the report
     "trainer.resume_from_path",
+    "actor.optim.on_nonfinite",  # read when a gradient is not finite
+    "critic.optim.on_nonfinite",
     "reward.max_failed_fraction",  # read when a reward function fails
 }
 ADAPTIVE = {"type": "adaptive", "target": 0.1}
@@ -43,6 +45,7 @@ RUNS: list[dict[str, Any]] = [
             "optim": {"lr_scheduler_type": "wsd"},
         },
         "critic": {"optim": {"lr_scheduler_type": "wsd"}},
+        "model": {"dtype": "float16", "fp16": {"initial_scale_power": 4}},
         "trainer": {"total_training_steps": None},
     },
     {

@@ -368,6 +368,21 @@ def test_learning_rates_are_a_function_of_the_step(config: Config, tmp_path: Pat
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
 
 
+def test_b048_a_step_without_a_finite_gradient_holds_the_learning_rate(config: Config, tmp_path: Path) -> None:
+    trainer = trainer_of(with_settings(config, actor={"optim": {"lr": 1.0, "lr_warmup_steps": 5}}), tmp_path)
+    rates = []
+    for numbers in (
+        {"actor/skipped_steps": 2.0},  # all of them
+        {"actor/skipped_steps": 1.0, "actor/grad_norm": 3.0},  # one of several
+        {"critic/skipped_steps": 1.0, "actor/skipped_steps": 0.0, "actor/grad_norm": 3.0},
+    ):
+        rates.append(trainer.learning_rates()["actor"])
+        trainer.state.observe(numbers, 4)
+        trainer.state = replace(trainer.state, step=trainer.state.step + 1)
+    assert rates == pytest.approx([0.2, 0.2, 0.4])
+    assert trainer.state.held == {"actor": 1, "critic": 1}
+
+
 def test_due() -> None:
     assert [step for step in range(1, 10) if due(step, 4)] == [4, 8]
     assert not due(4, -1) and not due(4, 0)

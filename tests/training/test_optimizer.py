@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 from verl.algorithms.metric import merge_all, reduce_metrics
 from verl.config import OptimConfig
-from verl.errors import CheckpointError
+from verl.config.schema_data import Fp16Config
+from verl.errors import CheckpointError, VerlError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm
 from verl.models.policy import ValueModel
 from verl.models.tiny import build_tiny
-from verl.training.optimizer import MasterWeights, Optimizer
+from verl.training.optimizer import MasterWeights, Optimizer, part_of
 
 
 class Pair(nn.Module):
@@ -32,7 +34,7 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[Pair, MasterWeights]:
     return model, MasterWeights(model, dtype)
 
 
-def optimizer_of(weights: MasterWeights, grad_clip: float = 1e9, **settings: float) -> Optimizer:
+def optimizer_of(weights: MasterWeights, grad_clip: float = 1e9, **settings: Any) -> Optimizer:
     return Optimizer("actor", weights, OptimConfig(**settings), grad_clip)
 
 
@@ -123,6 +125,111 @@ def test_state_round_trip_and_another_models_state_is_refused() -> None:
     for wrong in ({"exp_avg/other": torch.zeros(1)}, {"exp_avg/weight": torch.zeros(3)}):
         with pytest.raises(CheckpointError, match="actor's optimizer state"):
             other.load_state(wrong)
+
+
+def test_norms_and_biases_are_decayed_on_demand() -> None:
+    model, weights = pair()
+    optimizer = optimizer_of(weights, weight_decay=0.5, decay_norms_and_biases=True)
+    (3.0 * model.weight.sum() + 2.0 * model.bias.sum()).backward()
+    optimizer.step(0.1)
+    assert torch.allclose(model.bias, torch.tensor([0.5 * 0.95 - 0.1]), atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_on_demand() -> None:
+    model, weights = pair()
+    optimizer = optimizer_of(weights, on_nonfinite="stop")
+    (math.nan * model.weight.sum()).backward()
+    with pytest.raises(VerlError, match="actor's gradient is not finite") as caught:
+        optimizer.step(0.1)
+    assert caught.value.value == "first in weight" and not caught.value.bad_input
+
+
+def test_the_parts_of_the_gradients_norm(tmp_path: Path) -> None:
+    folder = build_tiny(tmp_path / "untied", hidden_size=32, tie_embeddings=False)
+    model = load_causal_lm(folder, torch.float32)
+    weights = MasterWeights(model, torch.float32)
+    model(torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()
+    found = {name: master.grad for name, master in weights.masters.items() if master.grad is not None}
+    gradients = {name: gradient.double().square().sum().item() for name, gradient in found.items()}
+    metrics = reduce_metrics(optimizer_of(weights).step(0.0))
+    parts = {name.rpartition("/")[2]: value for name, value in metrics.items() if "grad_norm/" in name}
+    assert parts.keys() == {"embedding", "attention", "mlp", "head", "norms_and_biases"}
+    assert parts["head"] == pytest.approx(math.sqrt(gradients["lm_head.weight"]), rel=1e-5)
+    assert parts["embedding"] == pytest.approx(math.sqrt(gradients["model.embed_tokens.weight"]), rel=1e-5)
+    assert metrics["actor/grad_norm"] ** 2 == pytest.approx(sum(x * x for x in parts.values()))
+    assert metrics["actor/grad_norm"] ** 2 == pytest.approx(sum(gradients.values()), rel=1e-5)
+    for name in ("transformer.h.0.attn.c_attn.weight", "transformer.wte.weight", "h.0.mlp.c_fc.weight"):
+        assert part_of(name, 2) in ("attention", "embedding", "mlp")
+
+
+# --- float16 -------------------------------------------------------------------------------------------------------
+
+
+def fp16(grad_clip: float = 1e9, **scale: float) -> tuple[Pair, MasterWeights, Optimizer]:
+    model = Pair([[1.0, -2.0]], [0.5])
+    weights = MasterWeights(model, torch.float16, fp16=Fp16Config(**scale))
+    return model, weights, optimizer_of(weights, grad_clip, weight_decay=0.0)
+
+
+def test_b048_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+    """A gradient of 2 times 65536 is infinite in float16; the next step has the gradient 2 exactly, unscaled once."""
+    model, weights, optimizer = fp16()
+    before = values(weights)
+    optimizer.backward(2.0 * model.weight.sum())
+    skipped = reduce_metrics(optimizer.step(0.1))
+    assert same(before, values(weights))
+    assert skipped["actor/skipped_steps"] == 1.0 and skipped["actor/loss_scale"] == 65536.0
+    optimizer.backward(1.0 * model.weight.sum())
+    optimizer.backward(1.0 * model.weight.sum())  # two micro-batches
+    done = reduce_metrics(optimizer.step(0.1))
+    assert done["actor/skipped_steps"] == 0.0 and done["actor/loss_scale"] == 32768.0
+    assert done["actor/grad_norm"] == pytest.approx(math.sqrt(8))
+    assert optimizer.state()["exp_avg/weight"].tolist() == [[pytest.approx(0.2), pytest.approx(0.2)]]
+    assert model.weight.dtype == torch.float16 and weights.masters["weight"].dtype == torch.float32
+
+
+def test_a_dynamic_scale_grows_and_a_fixed_one_stays() -> None:
+    seen: dict[float, list[float]] = {}
+    for fixed in (0.0, 1024.0):
+        model, _, optimizer = fp16(loss_scale=fixed, initial_scale_power=4, loss_scale_window=2)
+        seen[fixed] = []
+        for factor in (1.0, 1.0, 0.0, 1.0, math.inf, 1.0):  # a gradient of zero proves nothing about the scale
+            optimizer.backward((factor * model.weight).sum())
+            seen[fixed].append(reduce_metrics(optimizer.step(0.1))["actor/loss_scale"])
+    assert seen == {0.0: [16.0, 16.0, 32.0, 32.0, 32.0, 16.0], 1024.0: [1024.0] * 6}
+
+
+def test_clipping_sees_the_unscaled_gradient() -> None:
+    model, _, optimizer = fp16(grad_clip=1.0, loss_scale=8.0)
+    optimizer.backward((model.weight * torch.tensor([[3.0, 4.0]])).sum())
+    assert reduce_metrics(optimizer.step(0.1))["actor/grad_norm"] == pytest.approx(5.0)
+    assert (optimizer.state()["exp_avg/weight"] / 0.1).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)]]
+
+
+def test_the_scale_is_part_of_the_state() -> None:
+    model, _, optimizer = fp16(loss_scale_window=3)
+    for factor in (2.0, 1.0, 1.0):
+        optimizer.backward(factor * model.weight.sum())
+        optimizer.step(0.1)
+    other_model, _, other = fp16(loss_scale_window=3)
+    other.load_state(optimizer.state())
+    for _ in range(2):
+        other.backward(0.5 * other_model.weight.sum())
+        metrics = reduce_metrics(other.step(0.1))
+    assert metrics["actor/loss_scale"] == 65536.0  # 32768, doubled after the third good step
+
+
+@pytest.mark.parametrize(("power", "stops"), [(1, False), (0, True)])
+def test_only_what_the_scale_cannot_mend_stops_the_run(power: int, stops: bool) -> None:
+    model = Pair([[1.0, -2.0]], [0.5])
+    weights = MasterWeights(model, torch.float16, fp16=Fp16Config(initial_scale_power=power))
+    optimizer = optimizer_of(weights, on_nonfinite="stop")
+    optimizer.backward(math.inf * model.weight.sum())
+    if stops:
+        with pytest.raises(VerlError, match="not finite"):
+            optimizer.step(0.1)
+    else:
+        assert reduce_metrics(optimizer.step(0.1))["actor/skipped_steps"] == 1.0
 
 
 # --- master weights ------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Worker:
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
         model = self._load(self._config.model.path, torch.float32, device)
-        weights = MasterWeights(model, dtype)
+        weights = MasterWeights(model, dtype, fp16=self._config.model.fp16)
         return PolicyModel(model), weights
 
     def _load_reference(self, dtype: torch.dtype, device: torch.device, actor_limits: Limits) -> Reference:
@@ -99,7 +99,7 @@ class Worker:
     def _load_critic(self, dtype: torch.dtype, device: torch.device) -> Critic:
         config = self._config
         model = ValueModel(self._load(config.critic_model_path, torch.float32, device))
-        weights = MasterWeights(model, dtype, cast=lambda name: not name.startswith("value_head"))
+        weights = MasterWeights(model, dtype, lambda name: not name.startswith("value_head"), config.model.fp16)
         return Critic(model, config.critic, limits_of(config.critic_batch(1), config), weights)
 
     def _load(self, path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

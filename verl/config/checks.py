@@ -175,6 +175,11 @@ def _training_notices(config: Config) -> Iterator[str]:
                 f"{role}.ppo_micro_batch_size_per_gpu={micro} is set aside: {role}.use_dynamic_bsz=true fills "
                 f"micro-batches by tokens ({role}.ppo_max_token_len_per_gpu)"
             )
+    fp16 = config.model.fp16.model_dump(exclude_defaults=True)
+    if fp16 and config.model.dtype != "float16":
+        yield f"model.fp16 has no effect: model.dtype={config.model.dtype} needs no loss scale"
+    elif fp16.get("loss_scale") and "initial_scale_power" in fp16:
+        yield f"model.fp16.initial_scale_power has no effect: model.fp16.loss_scale={fp16['loss_scale']:g} is fixed"
     steps = config.trainer.total_training_steps
     roles = [("actor", actor.optim)] + ([("critic", config.critic.optim)] if config.uses_critic else [])
     for role, optim in roles:

@@ -136,20 +136,20 @@ NO_MEANING = (
         "actor.calculate_entropy", "actor.calculate_sum_pi_squared", "actor.sum_pi_squared_checkpointing",
         "actor.use_rollout_log_probs", "actor.router_replay.*",
     )),
-    NoMeaning("settings of fp16 training, which is off", (
-        "training.fp16.loss_scale", "training.fp16.initial_scale_power", "training.fp16.loss_scale_window",
+    NoMeaning("float16 is chosen by model.dtype=float16, and training.fp16.enabled=true is read as that", (
+        "training.fp16.enabled",
+    )),
+    NoMeaning("a loss scale is halved at every overflow, down to 1", (
         "training.fp16.hysteresis", "training.fp16.min_loss_scale",
     )),
     NoMeaning("settings of Hydra, which is not used", ("hydra.*", "defaults", "_target_", "*._target_")),
 )  # fmt: skip
 
 _COMPUTE_TYPES = ("bfloat16", "bf16", "float32", "fp32", "auto", None)
-_DTYPE_FIX = "set model.dtype (bfloat16 or float32), the compute type of trainer and engine alike"
+_DTYPE_FIX = "set model.dtype=float16, the compute type of trainer and engine alike"
 _LAW = "training sampling must follow the model's own distribution; this setting changes it"
 
 NOT_YET = (
-    NotYet("training.fp16.enabled", (False,), "fp16 training is not supported yet",
-           "use model.dtype=bfloat16 or model.dtype=float32, and remove training.fp16"),
     NotYet("training.optimizer.type", ("adamw", "adam"), "AdamW is the only optimizer", "use AdamW"),
     NotYet("*.optim.optimizer", ("adamw", "adam", None), "AdamW is the only optimizer", "use AdamW"),
     NotYet("*model.lora_rank", (0, None), "LoRA is not supported yet", "set it to 0 to train all weights"),
@@ -180,8 +180,8 @@ NOT_YET = (
     NotYet("rollout.agent.agent_loop_config_path", (None, ""), "agent loops are not supported yet"),
     NotYet("rollout.skip_rollout", (False, None), "reading responses from a file is not supported"),
     NotYet("rollout.over_sample_rate", (0, 0.0, None), "sampling more than is trained is not supported yet"),
-    NotYet("rollout.dtype", _COMPUTE_TYPES, "float16 is not supported yet", _DTYPE_FIX),
-    NotYet("*.fsdp_config.*dtype", _COMPUTE_TYPES, "float16 is not supported yet", _DTYPE_FIX),
+    NotYet("rollout.dtype", _COMPUTE_TYPES, "float16 is chosen elsewhere", _DTYPE_FIX),
+    NotYet("*.fsdp_config.*dtype", _COMPUTE_TYPES, "float16 is chosen elsewhere", _DTYPE_FIX),
     NotYet("rollout.do_sample", (True, None), "training always samples: greedy responses of a group are all the same"),
     NotYet("rollout.repetition_penalty", (1, 1.0, None), _LAW),
     NotYet("rollout.presence_penalty", (0, 0.0, None), _LAW),

@@ -32,6 +32,10 @@ _DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
     "torch.bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "torch.float16": "float16",
 }
 
 
@@ -195,6 +199,20 @@ class DataConfig(Section):
         return value
 
 
+class Fp16Config(Section):
+    """The loss scale of float16 training, which keeps small gradients from vanishing; for ``model.dtype=float16``."""
+
+    acts_in: ClassVar[str] = "update: backward passes of actor and critic"
+
+    loss_scale: Number = Field(0.0, ge=0, description="A fixed scale; 0: dynamic, from 2^initial_scale_power.")
+    initial_scale_power: Annotated[int, Unit("power of two")] = Field(
+        16, ge=0, le=64, description="Where a dynamic scale starts; halved (down to 1) when a gradient overflows."
+    )
+    loss_scale_window: Annotated[int, Unit("optimizer steps")] = Field(
+        1000, ge=1, description="Steps without an overflow after which a dynamic scale is doubled."
+    )
+
+
 class ModelConfig(Section):
     """The language model that the actor trains; critic and reference start from it too."""
 
@@ -204,11 +222,12 @@ class ModelConfig(Section):
         min_length=1, description="Model alias (smollm2-135m), Hugging Face folder, GGUF file, or hub id."
     )
     tokenizer_path: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the model's own.")
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
         description="Compute type of trainer and engine alike; master weights are always float32.",
         json_schema_extra=acts("wherever a model computes: trainer and engine"),
     )
+    fp16: Fp16Config = Field(default_factory=Fp16Config, description="Loss scale of float16.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model or tokenizer.")
     enable_gradient_checkpointing: bool = Field(
         False,
@@ -219,8 +238,6 @@ class ModelConfig(Section):
     @field_validator("dtype", mode="before")
     @classmethod
     def _dtype_names(cls, value: Any) -> Any:
-        if value in ("float16", "fp16", "half", "torch.float16"):
-            raise FieldProblem("float16 is not supported yet", "use bfloat16 or float32")
         return _DTYPES.get(value, value) if isinstance(value, str) else value
 
 

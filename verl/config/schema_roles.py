@@ -63,6 +63,14 @@ class OptimConfig(Section):
         (0.9, 0.999), description="Decay rates of Adam's first and second moment."
     )
     eps: Number = Field(1e-8, gt=0, description="Added to the root of Adam's second moment.")
+    decay_norms_and_biases: bool = Field(
+        False, description="Decay parameters of one dimension too (norms and biases), as verl does."
+    )
+    on_nonfinite: Literal["skip", "stop"] = Field(
+        "skip",
+        description="A gradient with NaN or infinity: leave the step out and count it (skipped_steps), or stop the "
+        "run. What a dynamic loss scale can mend is always skipped.",
+    )
 
 
 class CriticOptimConfig(OptimConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from verl.config.aliases import GLOBAL_MICRO_BATCH, OTHER_ENGINES, OTHER_LOGGERS, alias_sections
@@ -29,6 +30,13 @@ def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
             if setting.value == OPEN:
                 fix = f"set {setting.spelled}=... on the command line"
                 problems[key] = Problem(f"{setting.spelled} is left open ({OPEN})", OPEN, fix)
+        elif key == _FP16 and str(setting.value).lower() == "true":
+            own["model.dtype"] = replace(setting, key="model.dtype", value="float16")
+            given = settings.get("model.dtype", own["model.dtype"])
+            if given.value not in _FLOAT16:
+                fix = f"remove {setting.spelled}, or set {given.spelled}=float16"
+                what = f"{setting.spelled} and {given.spelled} ask for different compute types"
+                problems[key] = Problem(what, f"{setting.value} and {given.value}", fix)
         elif key in sections() or key in alias_sections():
             if setting.value not in (None, {}):
                 problems[key] = _section_problem(setting)
@@ -45,6 +53,7 @@ def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
     return own, _without_meaning(ignored)
 
 
+_FP16, _FLOAT16 = "training.fp16.enabled", ("float16", "fp16", "half", "torch.float16")
 _AS_IT_IS = "this is how it works without the key"
 
 

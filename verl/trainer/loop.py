@@ -93,9 +93,12 @@ class TrainingLoop:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
 
     def learning_rates(self) -> dict[str, float]:
-        """Of this step, the schedules counting training steps."""
-        optimizers = {"actor": self.config.actor.optim, "critic": self.config.critic.optim}
-        return {role: learning_rate(self.state.step, self.total_steps, optim) for role, optim in optimizers.items()}
+        """Of this step, the schedules counting training steps with a finite gradient."""
+        optimizers, state = {"actor": self.config.actor.optim, "critic": self.config.critic.optim}, self.state
+        return {
+            role: learning_rate(state.step - state.held[role], self.total_steps, optim)
+            for role, optim in optimizers.items()
+        }
 
     def evaluate(self) -> dict[str, float]:
         """Validation metrics; samples are written and shown to the trackers."""

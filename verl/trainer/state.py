@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from verl.algorithms.reward_shaping import RewardShaper, new_shaper
@@ -26,6 +26,7 @@ class TrainerState:
         kl_coef: coefficient of the KL penalty in the reward.
         actor_schedules: the actor's coefficients, by the field that they set.
         shaper: of scores, with the statistics of all scores so far.
+        held: training steps, by role, in which no gradient was finite; learning-rate schedules do not count them.
     """
 
     step: int
@@ -33,6 +34,7 @@ class TrainerState:
     kl_coef: Schedule
     actor_schedules: dict[str, Schedule]
     shaper: RewardShaper
+    held: dict[str, int] = field(default_factory=lambda: {"actor": 0, "critic": 0})
 
     @classmethod
     def fresh(cls, config: Config, loader: PromptLoader) -> TrainerState:
@@ -48,7 +50,9 @@ class TrainerState:
         return config.model_copy(update={"actor": actor})
 
     def observe(self, numbers: Mapping[str, float], samples: int) -> None:
-        """Tell adaptive schedules the step's metrics, and its number of responses."""
+        """Tell adaptive schedules the step's metrics, and its number of responses; note roles that learnt nothing."""
+        for role in self.held:
+            self.held[role] += numbers.get(f"{role}/skipped_steps", 0) > 0 and f"{role}/grad_norm" not in numbers
         for schedule in self.schedules.values():
             if schedule.metric is not None and schedule.metric in numbers:
                 schedule.update(numbers[schedule.metric], samples)
@@ -61,6 +65,7 @@ class TrainerState:
                 "step": self.step,
                 "loader": self.loader.state_dict(),
                 "shaper": self.shaper.state_dict(),
+                "held": self.held,
                 "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             }
             pending.write_state(STATE_NAME, tree)
@@ -74,5 +79,6 @@ class TrainerState:
         self.step = tree["step"]
         self.loader.load_state_dict(tree["loader"])
         self.shaper.load_state_dict(tree["shaper"])
+        self.held = tree["held"]
         for name, schedule in self.schedules.items():
             schedule.load_state_dict(tree["schedules"][name])

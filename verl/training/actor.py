@@ -80,7 +80,7 @@ class Actor:
             inputs, metrics = self._inputs(part, config)
             inputs = replace(inputs, statistics=_of_rows(statistics, part, len(mini_batch)))
             loss, found = actor_loss(self._loss, inputs, config, denominators)
-            loss.backward()
+            self.optimizer.backward(loss)
             if mini_batch.meta_info["fresh_weights"]:
                 metrics |= _engine_difference(inputs)
             parts.append(metrics | found)

@@ -42,6 +42,6 @@ class Critic:
                 response_mask=part.columns["response_mask"],
             )
             loss, metrics = value_loss(inputs, self._config, denominators)
-            loss.backward()
+            self.optimizer.backward(loss)
             parts.append(metrics)
         return merge_all(parts) | self.optimizer.step(mini_batch.meta_info["learning_rate"])

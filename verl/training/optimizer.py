@@ -10,7 +10,41 @@ from torch import Tensor, nn
 
 from verl.algorithms.metric import Metric
 from verl.config import OptimConfig
-from verl.errors import CheckpointError
+from verl.config.schema_data import Fp16Config
+from verl.errors import CheckpointError, VerlError
+
+
+class LossScale:
+    """What the loss of a float16 model is multiplied by, so that small gradients do not vanish.
+
+    Dynamic: halved when a gradient overflows, doubled after so many steps without one. Fixed where the configuration
+    names a scale.
+    """
+
+    def __init__(self, config: Fp16Config) -> None:
+        self._config, self._good_steps = config, 0
+        self.value = config.loss_scale or 2.0**config.initial_scale_power
+
+    @property
+    def can_shrink(self) -> bool:
+        return not self._config.loss_scale and self.value > 1.0
+
+    def update(self, finite: bool) -> None:
+        """After a step with a gradient."""
+        if self._config.loss_scale:
+            return
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self._good_steps == self._config.loss_scale_window:
+            self.value, self._good_steps = self.value * 2, 0
+
+    def state(self) -> dict[str, Tensor]:
+        return {"value": torch.tensor(self.value), "good_steps": torch.tensor(self._good_steps)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        if not self._config.loss_scale:
+            self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
 
 class MasterWeights:
@@ -22,9 +56,20 @@ class MasterWeights:
         model: loaded in the masters' dtype.
         compute_dtype: what ``cast`` parameters become.
         cast: whether a parameter of this name computes in ``compute_dtype``; None: all do.
+        fp16: how the loss is scaled where ``compute_dtype`` is float16.
+
+    Attributes:
+        scale: of the loss; None where it needs none.
     """
 
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, cast: Callable[[str], bool] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype,
+        cast: Callable[[str], bool] | None = None,
+        fp16: Fp16Config | None = None,
+    ) -> None:
+        self.scale = LossScale(fp16 or Fp16Config()) if compute_dtype == torch.float16 else None
         self.masters: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # (computing parameter, master)
         for name, parameter in model.named_parameters():
@@ -43,6 +88,10 @@ class MasterWeights:
         for parameter, master in self._copies:
             parameter.copy_(master)
 
+    def clear_gradients(self) -> None:
+        for parameter in [*self.masters.values(), *(parameter for parameter, _ in self._copies)]:
+            parameter.grad = None
+
 
 def _gradient_mover(master: nn.Parameter) -> Callable[[Tensor], None]:
     def move(parameter: Tensor) -> None:
@@ -59,9 +108,10 @@ def _gradient_mover(master: nn.Parameter) -> Callable[[Tensor], None]:
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over master weights, with gradient clipping once an optimizer step.
 
-    Norms and biases (parameters of fewer than two dimensions) are not decayed. A step whose gradient is not finite
-    changes nothing and is counted. A step whose gradient is exactly zero has nothing to teach (every group's rewards
-    are equal, say) and changes nothing either: decay and momentum alone would move the weights.
+    Norms and biases (parameters of fewer than two dimensions) are not decayed, unless the configuration says so. A
+    step whose gradient is not finite changes nothing and is counted, or ends the run (``on_nonfinite``); with a
+    dynamic loss scale it halves the scale. A step whose gradient is exactly zero has nothing to teach (every group's
+    rewards are equal, say) and changes nothing either: decay and momentum alone would move the weights.
 
     Args:
         name: of the role, for the metrics.
@@ -70,42 +120,86 @@ class Optimizer:
     """
 
     def __init__(self, name: str, weights: MasterWeights, config: OptimConfig, grad_clip: float) -> None:
-        self._name, self._weights, self._grad_clip = name, weights, grad_clip
+        self._name, self._weights, self._config, self._grad_clip = name, weights, config, grad_clip
         masters = list(weights.masters.values())
-        groups = [
-            {"params": [p for p in masters if p.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in masters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        decayed = [p for p in masters if p.dim() >= 2 or config.decay_norms_and_biases]
+        others = [p for p in masters if p.dim() < 2 and not config.decay_norms_and_biases]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch's addend to the loss, times the loss scale."""
+        scale = self._weights.scale
+        (loss if scale is None else loss * scale.value).backward()
+
+    @torch.no_grad()
     def step(self, learning_rate: float) -> dict[str, Metric]:
-        """Apply the gradients that have added up, and clear them; norm, learning rate and skips as metrics."""
-        masters = list(self._weights.masters.values())
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._grad_clip))
+        """Apply the gradients that have added up, and clear them.
+
+        Metrics: ``grad_norm``, before clipping, and its parts ``grad_norm/<part>`` (their squares add up to its
+        square); ``lr``; ``skipped_steps``; ``loss_scale``, the one of this step.
+
+        Raises:
+            VerlError: a gradient that is not finite, and ``on_nonfinite`` is stop.
+        """
+        named = {name: m.grad for name, m in self._weights.masters.items() if m.grad is not None}
+        scale = self._weights.scale
+        unscale = 1.0 if scale is None else 1.0 / scale.value
+        squares = self._squares(named, unscale)
+        norm = math.sqrt(sum(squares.values()))
         finite = math.isfinite(norm)
-        if finite and norm > 0:
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
-            self._weights.publish()
-        self.clear()
-        return {
+        metrics = {
             f"{self._name}/grad_norm": Metric(norm if finite else 0.0, float(finite), "mean"),
             f"{self._name}/lr": Metric(learning_rate, 1.0, "mean"),
             f"{self._name}/skipped_steps": Metric(float(not finite), 1.0, "sum"),
         }
+        if finite:
+            metrics |= {
+                f"{self._name}/grad_norm/{part}": Metric(math.sqrt(x), 1.0, "mean") for part, x in squares.items()
+            }
+        if scale is not None:
+            metrics[f"{self._name}/loss_scale"] = Metric(scale.value, 1.0, "mean")
+        if not finite and self._config.on_nonfinite == "stop" and not (scale is not None and scale.can_shrink):
+            raise _not_finite(self._name, named)
+        if finite and norm > 0:
+            # One product: a loss scale that is a power of two takes nothing from the bits of the gradient.
+            factor = unscale * min(1.0, self._grad_clip / (norm + 1e-6))
+            if factor != 1.0:
+                torch._foreach_mul_(list(named.values()), factor)
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.step()
+            self._weights.publish()
+        if scale is not None and norm != 0:
+            scale.update(finite)
+        self.clear()
+        return metrics
+
+    def _squares(self, named: dict[str, Tensor], unscale: float) -> dict[str, float]:
+        """Squared norms of the gradient by part of the model, in float64 (a tensor's own norm in its dtype)."""
+        squares: dict[str, float] = {}
+        norms = torch.stack(torch._foreach_norm(list(named.values()))).double() if named else torch.zeros(0)
+        for (name, gradient), norm in zip(named.items(), (norms * unscale).tolist(), strict=True):
+            part = part_of(name, gradient.dim())
+            squares[part] = squares.get(part, 0.0) + norm * norm
+        return squares
 
     def clear(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        self._weights.clear_gradients()
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts, flat, as ``exp_avg/<name of parameter>``; empty before the first step."""
+        """Moments and step counts, flat, as ``exp_avg/<name of parameter>``; empty before the first step.
+
+        With float16 also the loss scale, as ``loss_scale/...``.
+        """
         flat = {}
         for name, master in self._weights.masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
                 flat[f"{key}/{name}"] = value
+        if self._weights.scale is not None:
+            flat |= {f"loss_scale/{name}": value for name, value in self._weights.scale.state().items()}
         return flat
 
     def load_state(self, flat: dict[str, Tensor]) -> None:
@@ -115,11 +209,39 @@ class Optimizer:
             CheckpointError: the state belongs to another model.
         """
         self._adamw.state.clear()
+        scale = {key.removeprefix("loss_scale/"): v for key, v in flat.items() if key.startswith("loss_scale/")}
+        if scale and self._weights.scale is not None:
+            self._weights.scale.load_state(scale)
         for key, value in flat.items():
             part, _, name = key.partition("/")
+            if part == "loss_scale":
+                continue
             if name not in self._weights.masters:
                 raise CheckpointError(f"the {self._name}'s optimizer state does not fit its model", name)
             master = self._weights.masters[name]
             if part != "step" and value.shape != master.shape:
                 raise CheckpointError(f"the {self._name}'s optimizer state does not fit its model", key)
             self._adamw.state.setdefault(master, {})[part] = value.clone()
+
+
+def part_of(name: str, dimensions: int) -> str:
+    """The part of a model that a parameter belongs to: embedding (a tied projection with it), attention, mlp, head,
+    or norms_and_biases."""
+    if dimensions < 2:
+        return "norms_and_biases"
+    if "attn" in name or "attention" in name:
+        return "attention"
+    if any(word in name for word in ("embed", "wte", "wpe")):
+        return "embedding"
+    return "head" if "head." in name else "mlp"
+
+
+def _not_finite(name: str, named: dict[str, Tensor]) -> VerlError:
+    odd = next(key for key, gradient in named.items() if not bool(torch.isfinite(gradient).all()))
+    error = VerlError(
+        f"the {name}'s gradient is not finite, and {name}.optim.on_nonfinite=stop",
+        f"first in {odd}",
+        f"lower {name}.optim.lr or go on from an earlier checkpoint; on_nonfinite=skip leaves such steps out",
+    )
+    error.bad_input = False
+    return error
