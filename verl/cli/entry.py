@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from verl import __version__
-from verl.cli import config, data, evaluate, generate, init, models, runs, train
+from verl.cli import config, data, evaluate, generate, init, models, runs, supervised, train
 from verl.cli.arguments import Parser
 from verl.errors import ConfigError, VerlError
 
@@ -43,7 +43,7 @@ class _Terminated(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``verl``; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    hint = _GO_ON if [word for word in words if word != "--debug"][:1] == ["train"] else ""
+    hint = _GO_ON if [word for word in words if word != "--debug"][:1] in (["train"], ["sft"], ["reward-model"]) else ""
     return guarded(lambda: _run(words), debug="--debug" in words, hint=hint)
 
 
@@ -117,7 +117,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"verl {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (init, train, evaluate, generate, data, models, runs, config):
+    for module in (init, train, supervised, evaluate, generate, data, models, runs, config):
         module.add(commands)
     return parser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from verl.config import Config
+from verl.config import Config, SupervisedConfig
 
 
 def available_cores() -> int:
@@ -12,7 +12,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def worker_threads(config: Config) -> int:
+def worker_threads(config: Config | SupervisedConfig) -> int:
     return config.cluster.threads or available_cores()
 
 

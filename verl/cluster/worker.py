@@ -13,13 +13,20 @@ from transformers import PreTrainedModel
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.threads import worker_threads
-from verl.config import BatchPlan, Config
-from verl.errors import CheckpointError, ConfigError
+from verl.config import BatchPlan, Config, SupervisedConfig
+from verl.errors import ConfigError
 from verl.models.attention import ATTENTION_NAME
-from verl.models.loading import load_causal_lm, load_tokenizer, resolve_model, save_hf_files, stop_ids
-from verl.models.policy import PolicyModel, ValueModel
+from verl.models.loading import (
+    is_classifier,
+    load_causal_lm,
+    load_classifier,
+    load_tokenizer,
+    resolve_model,
+    save_hf_files,
+    stop_ids,
+)
+from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
-from verl.protocol.files import read_safetensors, write_safetensors
 from verl.rewards.scorer import RuleScorer
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.parity import ParityReport, check_parity
@@ -29,8 +36,7 @@ from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
 from verl.training.optimizer import MasterWeights, Optimizer
 from verl.training.reference import Reference
-
-WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
+from verl.training.saving import load_trained, save_trained
 
 
 class Worker:
@@ -98,18 +104,19 @@ class Worker:
 
     def _load_critic(self, dtype: torch.dtype, device: torch.device) -> Critic:
         config = self._config
-        model = ValueModel(self._load(config.critic_model_path, torch.float32, device))
+        path = config.critic_model_path
+        load = load_classifier if is_classifier(path) else load_causal_lm
+        model = ValueModel(self._load(path, torch.float32, device, load))
         weights = MasterWeights(model, dtype, lambda name: not name.startswith("value_head"), config.model.fp16)
         return Critic(model, config.critic, limits_of(config.critic_batch(1), config), weights)
 
-    def _load(self, path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    def _load(
+        self, path: str, dtype: torch.dtype, device: torch.device, load: Callable[..., PreTrainedModel] = load_causal_lm
+    ) -> PreTrainedModel:
         settings = self._config.model
-        model = load_causal_lm(path, dtype, settings.trust_remote_code, attn_implementation=ATTENTION_NAME).to(device)
+        model = load(path, dtype, settings.trust_remote_code, attn_implementation=ATTENTION_NAME).to(device)
         if settings.enable_gradient_checkpointing:
-            # transformers renamed it in the middle of version 5; the old name warns where there is a new one.
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})
-            model.train()  # layers checkpoint in training mode only; dropout is off in either
+            enable_checkpointing(model)
         return model
 
     # rollout -------------------------------------------------------------------------------------------------------
@@ -162,35 +169,13 @@ class Worker:
     def save(self, folder: str) -> None:
         """Write ``actor/`` and, with a critic, ``critic/`` into a checkpoint folder being made."""
         for name, weights, optimizer in self._trained():
-            target = Path(folder) / name
-            target.mkdir(parents=True, exist_ok=True)
-            masters: dict[str, torch.Tensor] = {key: value.detach() for key, value in weights.masters.items()}
-            write_safetensors(target / WEIGHTS_FILE, masters, {"format": "pt"})
-            write_safetensors(target / OPTIMIZER_FILE, optimizer.state())
+            save_trained(Path(folder) / name, weights, optimizer)
         save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
 
-    @torch.no_grad()
     def load(self, folder: str) -> None:
         """Take what :meth:`save` wrote."""
         for name, weights, optimizer in self._trained():
-            source = Path(folder) / name
-            saved, _ = read_safetensors(source / WEIGHTS_FILE)
-            if saved.keys() != weights.masters.keys():
-                odd = sorted(saved.keys() ^ weights.masters.keys())[0]
-                raise CheckpointError(
-                    f"the checkpoint's {name} is another model than the configuration's", odd, "resume with its model"
-                )
-            for key, value in saved.items():
-                if value.shape != weights.masters[key].shape:
-                    raise CheckpointError(
-                        f"the checkpoint's {name} is another model than the configuration's",
-                        f"{key}: {tuple(value.shape)} in the checkpoint, {tuple(weights.masters[key].shape)} here",
-                        "resume with its model",
-                    )
-            for key, value in saved.items():
-                weights.masters[key].copy_(value)
-            weights.publish()
-            optimizer.load_state(read_safetensors(source / OPTIMIZER_FILE)[0])
+            load_trained(Path(folder) / name, weights, optimizer)
 
     def _trained(self) -> list[tuple[str, MasterWeights, Optimizer]]:
         trained = [("actor", self._actor.weights, self._actor.optimizer)]
@@ -199,7 +184,7 @@ class Worker:
         return trained
 
 
-def choose_device(config: Config) -> torch.device:
+def choose_device(config: Config | SupervisedConfig) -> torch.device:
     """``trainer.device``; asking for CUDA where there is none is an error with the way out."""
     wanted = config.trainer.device
     if wanted == "cuda" and not torch.cuda.is_available():

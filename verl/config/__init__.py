@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.load import LoadedConfig, build_config, dump_yaml, load_config
+from verl.config.load import LoadedConfig, build_config, dump_yaml, load_config, load_supervised
 from verl.config.names import did_you_mean, nearest
 from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema import Config
@@ -24,6 +24,7 @@ from verl.config.schema_run import (
     TrainerConfig,
     ValSamplingConfig,
 )
+from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, SupervisedConfig
 
 __all__ = [
     "ActorConfig",
@@ -43,13 +44,17 @@ __all__ = [
     "PolicyLossConfig",
     "RefConfig",
     "RewardConfig",
+    "RewardModelTrainingConfig",
     "RolloutConfig",
     "SamplingPlan",
+    "SftConfig",
+    "SupervisedConfig",
     "TrainerConfig",
     "ValSamplingConfig",
     "build_config",
     "did_you_mean",
     "dump_yaml",
     "load_config",
+    "load_supervised",
     "nearest",
 ]

@@ -119,20 +119,8 @@ def _kl(config: Config) -> Iterator[Problem]:
 
 
 def _run(config: Config) -> Iterator[Problem]:
-    trainer, reward = config.trainer, config.reward
-    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        yield Problem(
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path",
-            trainer.resume_from_path,
-            "set trainer.resume_from_path to a checkpoint folder, or trainer.resume_mode=auto",
-        )
-    name = trainer.experiment_name
-    if trainer.default_local_dir is None and (name in (".", "..") or any(c in "/\\\0" for c in name)):
-        yield Problem(
-            "trainer.experiment_name names the run's folder under runs/, so it must be a plain folder name",
-            name,
-            "leave out slashes, or set trainer.default_local_dir to the folder you want",
-        )
+    reward = config.reward
+    yield from config.trainer.problems()
     if reward.custom_reward_function.path is not None and reward.rule != "auto":
         yield Problem(
             "reward.rule and reward.custom_reward_function.path both say how to score",

@@ -1,8 +1,14 @@
-"""The dotted names of the schema, read off its classes."""
+"""The dotted names of the schema, read off its classes.
+
+There are several schemas (training by RL, supervised training), and everything that is said about keys is said of the
+one in use: :func:`using`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, get_args
 
@@ -11,6 +17,18 @@ from pydantic_core import PydanticUndefined
 
 from verl.config.base import Section, plain_types
 from verl.config.schema import Config
+
+_SCHEMA: ContextVar[type[Section]] = ContextVar("schema", default=Config)
+
+
+@contextmanager
+def using(schema: type[Section]) -> Iterator[None]:
+    """Inside, the keys are those of ``schema`` (outside, those of ``Config``)."""
+    token = _SCHEMA.set(schema)
+    try:
+        yield
+    finally:
+        _SCHEMA.reset(token)
 
 
 def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, bool]]:
@@ -23,29 +41,33 @@ def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Field
 
 
 @cache
+def _keys(schema: type[Section]) -> tuple[dict[str, FieldInfo], dict[str, FieldInfo], frozenset[str]]:
+    values = {key: field for key, field, inner in _walk(schema) if not inner}
+    groups = {key: field for key, field, inner in _walk(schema) if inner}
+    return values, groups, frozenset(key for key, field in values.items() if Any in get_args(field.annotation))
+
+
 def leaves() -> dict[str, FieldInfo]:
     """Every key that holds a value, in the schema's order: ``{"data.train_files": FieldInfo, ...}``."""
-    return {key: field for key, field, inner in _walk(Config) if not inner}
+    return _keys(_SCHEMA.get())[0]
 
 
-@cache
 def sections() -> dict[str, FieldInfo]:
     """Every key that holds other keys: ``{"data": FieldInfo, "actor.optim": ..., ...}``."""
-    return {key: field for key, field, inner in _walk(Config) if inner}
+    return _keys(_SCHEMA.get())[1]
 
 
 def owner(key: str) -> type[Section]:
     """The section class that declares a key."""
-    section: type[Section] = Config
+    section = _SCHEMA.get()
     for name in key.split(".")[:-1]:
         section = section.model_fields[name].annotation  # type: ignore[assignment]
     return section
 
 
-@cache
 def free_dicts() -> frozenset[str]:
     """Keys whose value is a mapping of the user's own making."""
-    return frozenset(key for key, field in leaves().items() if Any in get_args(field.annotation))
+    return _keys(_SCHEMA.get())[2]
 
 
 def free_dict_of(key: str) -> str | None:

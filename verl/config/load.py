@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from verl.config import checks
 from verl.config.interpolate import escape, nested, resolve
-from verl.config.keys import leaves
+from verl.config.keys import leaves, using
 from verl.config.origins import Origin, origins_of, overlay
 from verl.config.overlays import read_preset
 from verl.config.overrides import COMMAND_LINE, MAPPING, OPEN, Setting, flatten, read_file, read_overrides
 from verl.config.problems import Problem, raise_problems
 from verl.config.report import problems_of
 from verl.config.schema import Config
+from verl.config.schema_supervised import SupervisedConfig
 from verl.config.translate import sort_out, translate
+
+SupervisedT = TypeVar("SupervisedT", bound=SupervisedConfig)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,31 @@ def load_config(
     Raises:
         ConfigError: with everything that is wrong in one message; each problem names the field, the value and a fix.
     """
+    return LoadedConfig(*_load(Config, source, overrides, presets, allow_missing))
+
+
+def load_supervised(
+    schema: type[SupervisedT],
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+) -> tuple[SupervisedT, list[str]]:
+    """A configuration of ``verl sft`` or ``verl reward-model train`` and its notices; otherwise as :func:`load_config`.
+
+    Raises:
+        ConfigError: with everything that is wrong in one message.
+    """
+    with using(schema):
+        config, notices, *_ = _load(schema, source, overrides, (), False)
+    return config, notices
+
+
+def _load(
+    schema: type[Config] | type[SupervisedConfig],
+    source: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] | Mapping[str, Any],
+    presets: Sequence[str],
+    allow_missing: bool,
+) -> tuple[Any, list[str], dict[str, Origin], tuple[str, ...]]:
     settings: dict[str, Setting] = {}
     for layer in _layers(source, overrides, presets):
         settings = overlay(settings, _merged(layer))
@@ -68,9 +95,9 @@ def load_config(
     own, foreign_notices = sort_out({key: setting for key, setting in settings.items() if key not in missing})
     values, value_notices = translate(own, resolve(own))
     places = {key: own[key].place for key in values.keys() & own.keys() if own[key].source != COMMAND_LINE}
-    config = build_config(nested(values | dict.fromkeys(missing, OPEN)), places)
-    notices = [*foreign_notices, *value_notices, *checks.notices(config)]
-    return LoadedConfig(config, notices, origins_of(own.values(), values), missing)
+    config = _build(schema, nested(values | dict.fromkeys(missing, OPEN)), places)
+    notices = [*foreign_notices, *value_notices, *config.notices()]
+    return config, notices, origins_of(own.values(), values), missing
 
 
 def _layers(
@@ -95,12 +122,16 @@ def build_config(tree: Mapping[str, Any], places: Mapping[str, str] | None = Non
     Raises:
         ConfigError: with everything that is wrong in one message.
     """
+    return _build(Config, tree, places or {})  # type: ignore[no-any-return]
+
+
+def _build(schema: type[Config] | type[SupervisedConfig], tree: Mapping[str, Any], places: Mapping[str, str]) -> Any:
     # With both sections there, a missing field is reported by its own name.
     whole = {"data": {}, "model": {}} | dict(tree)
     try:
-        return Config.model_validate(whole)
+        return schema.model_validate(whole)
     except ValidationError as error:
-        raise_problems(problems_of(error, places or {}))
+        raise_problems(problems_of(error, places))
         raise
 
 
@@ -124,7 +155,7 @@ def _merged(settings: Iterable[Setting]) -> dict[str, Setting]:
     return merged
 
 
-def dump_yaml(config: Config) -> str:
+def dump_yaml(config: Config | SupervisedConfig) -> str:
     """The complete configuration as YAML, defaults included; loading it gives an equal Config."""
     from omegaconf import OmegaConf
 

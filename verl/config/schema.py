@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os.path import expandvars
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -43,11 +42,14 @@ class Config(Section):
         checks.check(self)
         return self
 
+    def notices(self) -> list[str]:
+        """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
+        return checks.notices(self)
+
     @property
     def run_dir(self) -> Path:
         """The folder that holds every file of the run."""
-        folder = self.trainer.default_local_dir or f"runs/{self.trainer.experiment_name}"
-        return Path(expandvars(folder)).expanduser()
+        return self.trainer.folder
 
     @property
     def uses_critic(self) -> bool:

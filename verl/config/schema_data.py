@@ -39,6 +39,13 @@ _DTYPES = {
 }
 
 
+def check_some_files(value: list[str]) -> list[str]:
+    """At least one file."""
+    if not value:
+        raise FieldProblem("names no file", "give at least one parquet or jsonl file")
+    return value
+
+
 class SamplerConfig(Section):
     """In which order, and how often, training prompts are drawn."""
 
@@ -191,12 +198,7 @@ class DataConfig(Section):
     )
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="The order of training prompts.")
 
-    @field_validator("train_files")
-    @classmethod
-    def _some_files(cls, value: list[str]) -> list[str]:
-        if not value:
-            raise FieldProblem("names no file", "give at least one parquet or jsonl file")
-        return value
+    _some_files = field_validator("train_files")(check_some_files)
 
 
 class Fp16Config(Section):

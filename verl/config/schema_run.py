@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from os.path import expandvars
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -23,6 +26,7 @@ from verl.config.base import (
     Unit,
     acts,
 )
+from verl.config.problems import Problem
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
 
@@ -307,6 +311,27 @@ class TrainerConfig(Section):
     keep_last: Annotated[int, Unit("checkpoints")] | None = Field(
         2, ge=1, description="Checkpoints kept, newest first; null: all.", json_schema_extra=acts("checkpoints")
     )
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds every file of the run."""
+        return Path(expandvars(self.default_local_dir or f"runs/{self.experiment_name}")).expanduser()
+
+    def problems(self) -> Iterator[Problem]:
+        """Values that do not fit together."""
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            yield Problem(
+                "trainer.resume_mode=resume_path needs trainer.resume_from_path",
+                self.resume_from_path,
+                "set trainer.resume_from_path to a checkpoint folder, or trainer.resume_mode=auto",
+            )
+        name = self.experiment_name
+        if self.default_local_dir is None and (name in (".", "..") or any(c in "/\\\0" for c in name)):
+            yield Problem(
+                "trainer.experiment_name names the run's folder under runs/, so it must be a plain folder name",
+                name,
+                "leave out slashes, or set trainer.default_local_dir to the folder you want",
+            )
 
     @field_validator("n_gpus_per_node")
     @classmethod

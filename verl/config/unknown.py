@@ -31,7 +31,8 @@ def unknown(spelled: str, key: str) -> tuple[str, str]:
         wrong, rest = key, 0
     shown = ".".join(spelled.split(".")[: -rest or None])
     groups = [*sections(), *alias_sections()]
-    found = nearest(wrong, groups if rest else [*leaves(), *sections(), *MISNOMERS, *exact_names()], _CUTOFF)
+    misnomers = {name: key for name, key in MISNOMERS.items() if key in leaves()}
+    found = nearest(wrong, groups if rest else [*leaves(), *sections(), *misnomers, *exact_names()], _CUTOFF)
     if rest and (whole := canonical(".".join([found or "", *parts[depth:]]))) in leaves() | sections():
         found = whole
     if found is None:

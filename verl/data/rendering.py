@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.data.rows import PromptRow
+from verl.data.rows import Messages, PromptRow
 from verl.errors import DataError
 from verl.run_dir import clean_text
 
@@ -55,9 +55,11 @@ def render(
     refused: dict[int, str] = {}
     for place, row in enumerate(rows):
         try:
-            text = row.prompt if isinstance(row.prompt, str) else _chat(row, tokenizer, template_kwargs or {})
+            text = row.prompt
+            if not isinstance(text, str):
+                text = render_messages(text, tokenizer, template_kwargs or {}, row.location)
             texts.append(clean_text(text))
-        except _Refused as error:
+        except RefusedByTemplateError as error:
             texts.append("")
             refused[place] = str(error)
     prefix, bos = special_prefix(tokenizer), tokenizer.bos_token_id
@@ -73,28 +75,41 @@ def render(
     return ids, refused
 
 
-class _Refused(Exception):
-    pass
+class RefusedByTemplateError(Exception):
+    """The chat template refuses messages; its text is the reason."""
 
 
-def _chat(row: PromptRow, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> str:
+def render_messages(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    location: str,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Messages through the chat template.
+
+    Args:
+        location: where they stand, for messages.
+
+    Raises:
+        DataError: there is no chat template.
+        RefusedByTemplateError: the template raises.
+    """
     if not tokenizer.chat_template:
         raise DataError(
-            f"Prompts are lists of chat messages ({row.location}), but the tokenizer has no chat template.",
+            f"Prompts are lists of chat messages ({location}), but the tokenizer has no chat template.",
             getattr(tokenizer, "name_or_path", None) or None,
             "use an instruction-tuned model, set model.tokenizer_path to a tokenizer with a chat template, "
             "or give the prompts as plain text",
         )
-    options = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    options = {"add_generation_prompt": add_generation_prompt, **template_kwargs, "tokenize": False}
     # Arrow fills keys that other rows have with None; templates would take them for given.
-    messages = [
-        {k: v for k, v in message.items() if v is not None} for message in row.prompt if isinstance(message, dict)
-    ]
+    given = [{k: v for k, v in message.items() if v is not None} for message in messages if isinstance(message, dict)]
     try:
-        return str(tokenizer.apply_chat_template(messages, **options))
+        return str(tokenizer.apply_chat_template(given, **options))
     except Exception as error:  # templates are programs of the model's author: they may raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise _Refused(f"the chat template refuses it: {reason}") from error
+        raise RefusedByTemplateError(f"the chat template refuses it: {reason}") from error
 
 
 def cut(ids: list[int], limit: int, truncation: str) -> list[int]:

@@ -143,8 +143,20 @@ def _hub_snapshot(hub_id: str, report: Report) -> Path:
 # --- from a folder to configuration, tokenizer, model ------------------------------------------------------------
 
 
-def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+def is_classifier(path: str | Path) -> bool:
+    """Whether a model folder holds a sequence-classification model, such as a reward model."""
+    return _is_classifier(_read_json(resolve_model(path) / "config.json"))
+
+
+def _is_classifier(raw: dict[str, Any]) -> bool:
+    return any(str(name).endswith("ForSequenceClassification") for name in raw.get("architectures") or [])
+
+
+def load_config(path: str | Path, trust_remote_code: bool = False, classifier: bool = False) -> PreTrainedConfig:
     """Configuration of a decoder language model.
+
+    Args:
+        classifier: one with a head for sequence classification will do, too.
 
     Raises:
         ModelError: unreadable, unknown to transformers, custom code without ``trust_remote_code``, or no decoder.
@@ -153,7 +165,8 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
 
     folder = resolve_model(path)
     raw = _read_json(folder / "config.json")
-    _check_decoder(folder, raw, trust_remote_code)
+    if not (classifier and _is_classifier(raw)):
+        _check_decoder(folder, raw, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -231,6 +244,64 @@ def load_causal_lm(
 
     folder = resolve_model(path)
     config = load_config(folder, trust_remote_code)
+    model, missing = _load(AutoModelForCausalLM, folder, config, dtype, trust_remote_code, attn_implementation)
+    _refuse_missing(missing, folder)
+    return model
+
+
+def load_classifier(
+    path: str | Path,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    new_head: bool = False,
+) -> PreTrainedModel:
+    """A decoder with a head that gives one score (``AutoModelForSequenceClassification``); as :func:`load_causal_lm`.
+
+    Args:
+        new_head: a causal language model will do, too: its score head starts at zero.
+
+    Raises:
+        ModelError: as :func:`load_causal_lm`, or its head does not give one score.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    folder = resolve_model(path)
+    fresh = not is_classifier(folder)
+    if fresh and not new_head:
+        raise ModelError(
+            "not a sequence-classification model, so it gives no scores",
+            value=folder,
+            fix="train one from it with verl reward-model train",
+        )
+    config = load_config(folder, trust_remote_code, classifier=True)
+    if fresh:
+        config.num_labels = 1
+    elif config.num_labels != 1:
+        raise ModelError(f"the model gives {config.num_labels} scores, not one", value=folder, fix="use a reward model")
+    model, missing = _load(
+        AutoModelForSequenceClassification, folder, config, dtype, trust_remote_code, attn_implementation
+    )
+    if not hasattr(getattr(model, "score", None), "in_features"):
+        raise ModelError(
+            f"{type(model).__name__} has no linear score head", value=folder, fix="use a Llama or Qwen one"
+        )
+    if fresh:
+        model.score.weight.data.zero_()
+        missing = [name for name in missing if name != "score.weight"]
+    _refuse_missing(missing, folder)
+    return model
+
+
+def _load(
+    auto: Any,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    attn_implementation: str | None,
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the names of the weights that its files lack."""
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise ModelError("the folder holds no weights", value=folder, fix="it needs model.safetensors")
     arguments: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -238,23 +309,23 @@ def load_causal_lm(
         arguments["attn_implementation"] = attn_implementation
     try:
         with without_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder, **arguments, local_files_only=True, output_loading_info=True
-            )
+            model, report = auto.from_pretrained(folder, **arguments, local_files_only=True, output_loading_info=True)
     except Exception as error:
         raise ModelError(
             f"the model cannot be loaded: {_first_line(error)}",
             value=folder,
             fix="check that the folder is complete and its weights are safetensors",
         ) from error
-    missing = sorted(report["missing_keys"])
+    return model.eval(), sorted(report["missing_keys"])
+
+
+def _refuse_missing(missing: list[str], folder: Path) -> None:
     if missing:
         raise ModelError(
             f"{len(missing)} weights are not in the model's files (they would have been random)",
             value=", ".join(missing[:3]),
             fix=f"check that {folder} is complete and of the type that its config.json names",
         )
-    return model.eval()
 
 
 def save_hf_files(source_dir: str | Path, to: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -86,12 +86,16 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A decoder with a linear value head; the value of token t is read from the hidden state that predicts it.
 
-    The head starts at zero, so that a fresh critic says 0 everywhere and first learns the mean return.
+    A sequence-classification model brings its head: its score is the value. The head of a causal language model starts
+    at zero, so that a fresh critic says 0 everywhere and first learns the mean return. Heads compute in float32.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = disable_dropout(model.base_model)
+        if isinstance(getattr(model, "score", None), nn.Linear):
+            self.value_head: nn.Linear = model.score.float()  # type: ignore[assignment]
+            return
         embedding = self.backbone.get_input_embeddings().weight
         self.value_head = nn.Linear(embedding.shape[1], 1, device=embedding.device)
         nn.init.zeros_(self.value_head.weight)
@@ -134,6 +138,14 @@ def disable_dropout(model: PreTrainedModel) -> PreTrainedModel:
             if isinstance(getattr(module, rate, None), float):
                 setattr(module, rate, 0.0)
     return model
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass."""
+    # transformers renamed it in the middle of version 5; the old name warns where there is a new one.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    model.train()  # layers checkpoint in training mode only; dropout is off in either
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -39,6 +39,7 @@ _ROWS = [
     Column("extra_info", "(B,)", "object", LOADER, "dict, the row's further columns"),
     Column("row_index", "(B,)", "object", LOADER, "int, the row's number in its source"),
     Column("columns", "(B,)", "object", LOADER, "dict, columns of the file that extra_info does not hold"),
+    Column("margins", "(B,)", "float32", LOADER, "preference pairs: least difference of a pair's scores, on both rows"),
     # one row per response
     Column("index", "(B,)", "object", ROLLOUT, "int, the response's number in its group; -1: greedy baseline"),
     Column("finish_reason", "(B,)", "object", ROLLOUT, "str, 'stop' or 'length'"),

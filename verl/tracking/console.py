@@ -123,12 +123,25 @@ class TimeLeft:
 # --- one line a step ------------------------------------------------------------------------------------------------
 
 _WIDTHS = {"reward": 8, "val": 8, "length": 7, "KL": 9, "entropy": 8, "grad": 8}
+_SUPERVISED_WIDTHS = {"loss": 8, "accuracy": 8, "val": 8, "length": 7, "grad": 8, "update": 7}
 _STAGE_WIDTHS = {"gen": 7, "process": 7, "update": 7}
-_LEFT_OUT_FIRST = ("process", "update", "grad", "gen", "entropy", "KL", "length", "val")  # on a narrow terminal
+_LEFT_OUT_FIRST = (
+    "process",
+    "update",
+    "grad",
+    "gen",
+    "entropy",
+    "KL",
+    "length",
+    "accuracy",
+    "val",
+)  # on a narrow terminal
 
 
 class ConsoleTracker:
     """One aligned line a step, under 100 columns; the header comes again every ``header_every`` lines.
+
+    Of supervised training: loss, accuracy (reward models), validation, length, gradient norm, seconds, time left.
 
     Colours on a terminal, the same line plain in a log. Shows reward (``critic/score/mean``), validation, response
     length, KL, entropy, gradient norm, seconds by stage and the time left; ``-`` where a step has no such figure. Of
@@ -157,11 +170,15 @@ class ConsoleTracker:
         self._samples = samples
         self._lines = 0
         self._kl_label = "KL"
+        self._widths = _WIDTHS | _STAGE_WIDTHS
 
     def start(self) -> None:
         pass
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._lines == 0 and (names.LOSS in metrics or names.VAL_LOSS in metrics):
+            scored = names.ACCURACY in metrics or names.VAL_ACCURACY in metrics
+            self._widths = {name: w for name, w in _SUPERVISED_WIDTHS.items() if scored or name != "accuracy"}
         kl = names.kl(metrics)
         new_label = kl is not None and self._kl_label not in ("KL", kl[0])  # another KL under a header that named one
         if kl is not None:
@@ -186,7 +203,7 @@ class ConsoleTracker:
 
     def _line(self, step: int, metrics: dict[str, float]) -> Text:
         figures, stages = names.figures(metrics), names.stage_seconds(metrics)
-        styles = {"reward": "bold cyan", "val": "bold green"} | dict.fromkeys(_STAGE_WIDTHS, "dim")
+        styles = {"reward": "bold cyan", "loss": "bold cyan", "val": "bold green"} | dict.fromkeys(_STAGE_WIDTHS, "dim")
         line = Text(f"{f'{step}/{self._total}':>{self._step_width}}")
         for name, width in self._columns().items():
             text = _seconds(stages.get(name)) if name in _STAGE_WIDTHS else figure(figures[name])
@@ -194,11 +211,11 @@ class ConsoleTracker:
         return line.append(f" {_seconds(self._time_left.after(step, metrics)):>6}")
 
     def _columns(self) -> dict[str, int]:
-        columns = _WIDTHS | _STAGE_WIDTHS
+        columns = dict(self._widths)
         for name in _LEFT_OUT_FIRST:
             taken = self._step_width + sum(width + 1 for width in columns.values()) + 7
             if self._console.is_terminal and taken > self._console.width:
-                del columns[name]
+                columns.pop(name, None)
         return columns
 
     @property

@@ -157,7 +157,15 @@ class LiveTracker:
         if key != self._curves_made:
             curves = self._curves[: key[0]]
             lines = []
-            for name, style in (("reward", "cyan"), ("val", "green"), ("KL", ""), ("entropy", ""), ("length", "")):
+            for name, style in (
+                ("reward", "cyan"),
+                ("loss", "cyan"),
+                ("accuracy", ""),
+                ("val", "green"),
+                ("KL", ""),
+                ("entropy", ""),
+                ("length", ""),
+            ):
                 values = [value for step in curves if (value := step[name]) is not None]
                 if values:
                     label = {"val": "held-out", "KL": self._kl_label}.get(name, name)

@@ -16,6 +16,10 @@ ENTROPY = "actor/entropy"  # nats a token
 GRAD_NORM = "actor/grad_norm"  # before clipping
 STEP_SECONDS = "timing_s/step"
 
+# Supervised training.
+LOSS, ACCURACY = "train/loss", "train/accuracy"
+VAL_LOSS, VAL_ACCURACY = "val/loss", "val/accuracy"
+
 # KL to the reference where it is computed, else to the policy at the start of the update (0 with one on-policy update).
 KL_NAMES = {"actor/kl_loss": "KL ref", "actor/reward_kl_penalty": "KL ref", "actor/ppo_kl": "KL old"}
 
@@ -63,7 +67,9 @@ def figures(metrics: Mapping[str, object]) -> dict[str, float | None]:
         "length": number(metrics, RESPONSE_LENGTH),
         "KL": None if found is None else found[1],
         "entropy": number(metrics, ENTROPY),
-        "grad": number(metrics, GRAD_NORM),
+        "grad": _first(metrics, GRAD_NORM, "train/grad_norm"),
+        "loss": number(metrics, LOSS),
+        "accuracy": number(metrics, ACCURACY),
     }
 
 
@@ -95,6 +101,13 @@ def validation_by_source(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def validation_score(metrics: Mapping[str, object]) -> float | None:
-    """One validation figure: the plain mean over data sources, None where the step was not validated."""
+    """One validation figure: the plain mean over data sources, None where the step was not validated.
+
+    Of supervised training the accuracy on pairs, else the loss.
+    """
     by_source = validation_by_source(metrics)
-    return sum(by_source.values()) / len(by_source) if by_source else None
+    return sum(by_source.values()) / len(by_source) if by_source else _first(metrics, VAL_ACCURACY, VAL_LOSS)
+
+
+def _first(metrics: Mapping[str, object], *names: str) -> float | None:
+    return next((value for name in names if (value := number(metrics, name)) is not None), None)

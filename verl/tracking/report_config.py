@@ -7,7 +7,9 @@ from typing import Any
 
 import yaml
 
-from verl.config.keys import defaults, leaves
+from verl.config import Config
+from verl.config.keys import defaults, leaves, using
+from verl.config.schema_supervised import schema_of
 from verl.run_dir import RunDir, json_value
 
 
@@ -39,6 +41,11 @@ def settings(tree: dict[str, Any]) -> list[dict[str, Any]]:
 
     A key without ``default`` has none. Keys that this version does not know are ``unknown``.
     """
+    with using(schema_of(tree) or Config):
+        return _settings(tree)
+
+
+def _settings(tree: dict[str, Any]) -> list[dict[str, Any]]:
     known, standard = leaves(), json_value(defaults())
     found = []
     for key, value in _flat(tree, ""):

@@ -15,7 +15,7 @@ class RunSummary:
     """How a run went; None where it has no such figure."""
 
     steps: int  # the last step logged
-    trained_steps: int  # lines with a reward
+    trained_steps: int  # lines with a reward, or the loss of supervised training
     reward_first: float | None  # mean reward of the first `window` steps
     reward_last: float | None  # ... and of the last ones
     window: int  # steps averaged at each end: 5, fewer in a short run
@@ -23,6 +23,8 @@ class RunSummary:
     val_first_step: int | None
     val_last: float | None
     val_last_step: int | None
+    loss_first: float | None  # of supervised training: as the rewards
+    loss_last: float | None
     seconds: float | None  # steps, validation and saving; the time a run lay stopped is not counted
 
 
@@ -44,12 +46,13 @@ def read_metrics(run_dir: RunDir) -> tuple[list[dict[str, Any]], int]:
 
 def summarize(steps: Sequence[dict[str, Any]]) -> RunSummary:
     """Sums up what :func:`read_metrics` returned."""
+    losses = [value for line in steps if (value := names.number(line, names.LOSS)) is not None]
     rewards = [value for line in steps if (value := names.number(line, names.REWARD)) is not None]
     validation = [(line["step"], value) for line in steps if (value := names.validation_score(line)) is not None]
-    window = max(1, min(5, len(rewards) // 2))
+    window = max(1, min(5, max(len(rewards), len(losses)) // 2))
     return RunSummary(
         steps=steps[-1]["step"] if steps else 0,
-        trained_steps=len(rewards),
+        trained_steps=max(len(rewards), len(losses)),
         reward_first=sum(rewards[:window]) / window if rewards else None,
         reward_last=sum(rewards[-window:]) / window if rewards else None,
         window=window,
@@ -57,6 +60,8 @@ def summarize(steps: Sequence[dict[str, Any]]) -> RunSummary:
         val_first_step=validation[0][0] if validation else None,
         val_last=validation[-1][1] if validation else None,
         val_last_step=validation[-1][0] if validation else None,
+        loss_first=sum(losses[:window]) / window if losses else None,
+        loss_last=sum(losses[-window:]) / window if losses else None,
         seconds=_seconds(steps),
     )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
@@ -16,9 +16,10 @@ from verl.algorithms.policy_loss import find_policy_loss
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.roles import Roles
 from verl.cluster.start import require_machine, start_workers
-from verl.config import Config, dump_yaml
+from verl.config import Config, SupervisedConfig, dump_yaml
 from verl.config.names import nearest_path
 from verl.data.dataset import PromptDataset
+from verl.data.examples import ExampleDataset
 from verl.data.loader import PromptLoader
 from verl.data.samplers import make_sampler
 from verl.errors import CheckpointError, ConfigError, ModelError, RewardError, VerlError
@@ -29,12 +30,17 @@ from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import TrainingLoop
+from verl.trainer.run_models import check_same_start, opened, pinned
 from verl.trainer.sampling import Sampler
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class HasStep(Protocol):
+    step: int
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Inputs:
         find_estimator(config.algorithm, reread=True)
         data = config.data
         check_positions(config)
-        with _naming("model.tokenizer_path" if config.model.tokenizer_path else None):
+        with naming("model.tokenizer_path" if config.model.tokenizer_path else None):
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
         training = PromptDataset.load(data.train_files, data, tokenizer, data.train_max_samples)
         validation = None
@@ -79,31 +85,40 @@ def train(config: Config, console: Console, reward: Callable[..., Any] | None = 
         VerlError: what, value and fix.
     """
     require_machine(config)
-    inputs = Inputs.load(config, reward)
+    config = pinned(config, partial(console.print, soft_wrap=True, markup=False))
+    with opened(config) as placed:
+        _train(config, placed, console, reward)
+
+
+def _train(config: Config, placed: Config, console: Console, reward: Callable[..., Any] | None) -> None:
+    """``placed``: with folders in place of checkpoints, for whoever loads a model."""
+    inputs = Inputs.load(placed, reward)
     total_steps = config.total_training_steps(inputs.loader.sampler.size)
     run_dir = RunDir(config.run_dir)
     with run_dir.create().lock():
         store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
         checkpoint = find_checkpoint(config, store, run_dir)
         if checkpoint is not None and checkpoint.step >= total_steps:
-            _say_finished(console, run_dir, checkpoint.step, total_steps)
+            say_finished(console, run_dir, checkpoint.step, total_steps)
             return
+        if checkpoint is not None:
+            check_same_start(checkpoint, config.model.path)
         start = checkpoint.step if checkpoint else 0
         run_dir.truncate_after(start if checkpoint else -1)
         store.clean_partial()
         store.drop_newer_than(start)
         write_atomic(run_dir.config, dump_yaml(config))
         run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
-        _write_skipped(run_dir, inputs)
+        write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
         _describe(console, config, inputs, total_steps)
         timer = StepTimer()
         resumed_from = start if checkpoint else None
         tracked = TrackerContext(run_dir, total_steps, resumed_from, console, timer, config.trainer.log_val_generations)
         state = TrainerState.fresh(config, inputs.loader)
         with (
-            _stop_noted(run_dir, state),
+            stop_noted(run_dir, state),
             build_tracker(config.trainer.logger, tracked) as tracker,
-            _started(config, console, reward, timer) as roles,
+            _started(placed, console, reward, timer) as roles,
         ):
             loop = TrainingLoop(
                 config=config,
@@ -131,7 +146,7 @@ def train(config: Config, console: Console, reward: Callable[..., Any] | None = 
         write_report(run_dir)
 
 
-def _say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:
+def say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:
     console.print(
         f"This run is finished: step {step} of {total_steps}. To train further raise "
         f"trainer.total_training_steps; to train anew choose another trainer.experiment_name "
@@ -143,7 +158,7 @@ def _say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int
 
 
 @contextmanager
-def _stop_noted(run_dir: RunDir, state: TrainerState) -> Iterator[None]:
+def stop_noted(run_dir: RunDir, state: HasStep) -> Iterator[None]:
     """Whatever ends the run early is written into its events."""
     try:
         yield
@@ -167,7 +182,7 @@ def _started(config: Config, console: Console, reward: Callable[..., Any] | None
 
 
 @contextmanager
-def _naming(key: str | None) -> Iterator[None]:
+def naming(key: str | None) -> Iterator[None]:
     """Names the key in what is said about a model that is not ``model.path``."""
     try:
         yield
@@ -186,7 +201,7 @@ def check_positions(config: Config) -> None:
     """
     longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
     for path in dict.fromkeys([config.model.path] + [config.critic_model_path] * config.uses_critic):
-        with _naming("critic.model.path" if path != config.model.path else None):
+        with naming("critic.model.path" if path != config.model.path else None):
             model = load_config(path, config.model.trust_remote_code).get_text_config()
         limit = getattr(model, "max_position_embeddings", None)
         if limit is not None and longest > limit:
@@ -197,7 +212,7 @@ def check_positions(config: Config) -> None:
             )
 
 
-def find_checkpoint(config: Config, store: CheckpointStore, run_dir: RunDir) -> Checkpoint | None:
+def find_checkpoint(config: Config | SupervisedConfig, store: CheckpointStore, run_dir: RunDir) -> Checkpoint | None:
     """Where ``trainer.resume_mode`` says to go on from; None for a fresh start.
 
     A run that was killed before its first checkpoint starts anew.
@@ -235,9 +250,8 @@ def _trained_steps(run_dir: RunDir) -> int:
     return summarize(read_metrics(run_dir)[0]).trained_steps if run_dir.metrics.exists() else 0
 
 
-def _write_skipped(run_dir: RunDir, inputs: Inputs) -> None:
-    """Rows that could not be used, one a line; no file where there are none."""
-    datasets = {"train": inputs.loader.dataset, "val": inputs.validation}
+def write_skipped(run_dir: RunDir, datasets: Mapping[str, PromptDataset | ExampleDataset | None]) -> None:
+    """Rows of each split that could not be used, one a line; no file where there are none."""
     rows = [
         {"split": split, "file": row.file, "row": row.row, "where": row.where, "reason": row.reason}
         for split, dataset in datasets.items()

@@ -1,0 +1,189 @@
+"""Configurations of supervised training: ``verl sft`` and ``verl reward-model train``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from verl.config.base import FreeDict, Number, Section, Share, StringList, Tokens, Unit, acts
+from verl.config.problems import Problem, raise_problems
+from verl.config.schema_data import ModelConfig, check_some_files
+from verl.config.schema_roles import OptimConfig
+from verl.config.schema_run import TrainerConfig
+
+Examples = Annotated[int, Unit("examples")]
+_READING = "start: reading the data files"
+
+
+class SupervisedDataConfig(Section):
+    """Examples, and how they are batched."""
+
+    acts_in: ClassVar[str] = _READING
+
+    train_files: StringList = Field(
+        description="Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list."
+    )
+    val_files: StringList = Field(
+        default_factory=list, description="Held-out files, as train_files; empty: no validation takes place."
+    )
+    train_batch_size: Examples = Field(
+        256, ge=1, description="Examples in one optimizer step.", json_schema_extra=acts("the loader of examples")
+    )
+    max_length: Tokens = Field(
+        1024, ge=1, description="Longest example in tokens, prompt and response together; longer ones: truncation."
+    )
+    truncation: Literal["error", "left", "right", "drop"] = Field(
+        "error",
+        description="An example longer than max_length stops the run (error), loses tokens on that side, or is left "
+        "out and counted (drop).",
+    )
+    max_token_len_per_gpu: Tokens = Field(
+        16384,
+        ge=1,
+        description="Most tokens of one micro-batch; decides memory and speed, never the result.",
+        json_schema_extra=acts("update: packing"),
+    )
+    shuffle: bool = Field(
+        True,
+        description="Draw examples in a seeded random order, new in every epoch.",
+        json_schema_extra=acts("the loader of examples"),
+    )
+    chat_template_kwargs: FreeDict = Field(
+        default_factory=dict, description="Passed on to the tokenizer's chat template."
+    )
+    max_samples: Examples | None = Field(
+        None, ge=1, description="Use only so many training rows, the first ones; null: all."
+    )
+    max_skipped_fraction: Share = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Share of the rows that may be left out as unusable (listed in skipped.jsonl) before the run "
+        "stops.",
+    )
+
+    _some_files = field_validator("train_files")(check_some_files)
+
+
+class SftDataConfig(SupervisedDataConfig):
+    """Conversations to imitate: a column of messages, or a prompt and its response."""
+
+    messages_key: str | None = Field(
+        None,
+        description="Column with whole conversations (lists of messages); the assistant's turns are trained. null: "
+        "messages or conversation, where the files have it.",
+    )
+    prompt_key: str | None = Field(
+        None,
+        description="Column with the prompt (text or messages). null: the first of prompt, question, instruction, "
+        "input, query, problem that the files have.",
+    )
+    response_key: str | None = Field(
+        None,
+        description="Column with the response (text, or messages). null: the first of response, completion, answer, "
+        "output, solution that the files have.",
+    )
+
+
+class PairDataConfig(SupervisedDataConfig):
+    """Preference pairs: the better and the worse answer to one prompt."""
+
+    chosen_key: str = Field(
+        "chosen", min_length=1, description="Column with the better answer: text, or a list of messages."
+    )
+    rejected_key: str = Field("rejected", min_length=1, description="Column with the worse answer, as chosen_key.")
+    prompt_key: str | None = Field(
+        None,
+        description="Column with the prompt (text or messages) that both answer. null: prompt or question, where the "
+        "files have it; else chosen and rejected are whole conversations.",
+    )
+    margin_key: str | None = Field(
+        None, description="Column with the least difference of the two scores, a number; null: 0 for every pair."
+    )
+
+
+class SupervisedOptimConfig(OptimConfig):
+    """AdamW, its learning-rate schedule (in optimizer steps) and gradient clipping."""
+
+    lr: Number = Field(1e-5, ge=0, description="Peak learning rate.")
+    grad_clip: Number = Field(1.0, gt=0, description="Largest gradient norm of one optimizer step.")
+
+
+class LocalProcessConfig(Section):
+    """Supervised training runs in the process that was started."""
+
+    acts_in: ClassVar[str] = "start: the process"
+
+    threads: Annotated[int, Unit("threads")] | None = Field(None, ge=1, description="CPU threads; null: all cores.")
+
+
+class SupervisedConfig(Section):
+    """One run of supervised training."""
+
+    acts_in: ClassVar[str] = "everywhere"
+
+    data: SupervisedDataConfig = Field(description="Examples.")
+    model: ModelConfig = Field(description="The trained model.")
+    optim: SupervisedOptimConfig = Field(default_factory=SupervisedOptimConfig, description="Optimizer and schedule.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
+    cluster: LocalProcessConfig = Field(default_factory=LocalProcessConfig, description="The process.")
+
+    @model_validator(mode="after")
+    def _rules_between_fields(self) -> Self:
+        raise_problems(list(self._problems()))
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        data = self.data
+        if data.max_token_len_per_gpu < data.max_length:
+            yield Problem(
+                "data.max_token_len_per_gpu is smaller than the longest example, data.max_length; both count tokens",
+                f"{data.max_token_len_per_gpu} tokens < {data.max_length} tokens",
+                f"set data.max_token_len_per_gpu to at least {data.max_length}",
+            )
+        yield from self.trainer.problems()
+        trainer = self.trainer
+        usual = TrainerConfig()
+        for name in ("critic_warmup", "log_val_generations"):
+            if getattr(trainer, name) != getattr(usual, name):
+                yield Problem(f"trainer.{name} has no meaning here", getattr(trainer, name), "remove it")
+        if trainer.nnodes > 1 or trainer.n_gpus_per_node not in ("auto", 0, 1):
+            yield Problem(
+                "supervised training runs in one process",
+                f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}",
+                "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or 0)",
+            )
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that holds every file of the run."""
+        return self.trainer.folder
+
+    def notices(self) -> list[str]:
+        """One sentence for every setting that is accepted but has no effect."""
+        if self.trainer.test_freq > 0 and not self.data.val_files:
+            return [f"trainer.test_freq={self.trainer.test_freq} has no effect: data.val_files is empty"]
+        return []
+
+
+class SftConfig(SupervisedConfig):
+    """``verl sft``: a language model learns to give the responses of a dataset."""
+
+    data: SftDataConfig = Field(description="Conversations.")
+
+
+class RewardModelTrainingConfig(SupervisedConfig):
+    """``verl reward-model train``: a sequence-classification model learns which of two answers is the better one."""
+
+    data: PairDataConfig = Field(description="Preference pairs.")
+
+
+def schema_of(tree: dict[str, Any]) -> type[SupervisedConfig] | None:
+    """The schema of a run's ``config.yaml`` by what is in it; None where it is that of RL training."""
+    if "optim" not in tree:
+        return None
+    data = tree.get("data")
+    return RewardModelTrainingConfig if isinstance(data, dict) and "chosen_key" in data else SftConfig
