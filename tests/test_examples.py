@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from verl.config import load_config
+from verl.config import load_config, load_supervised
+from verl.config.schema_supervised import SupervisedConfig, schema_of
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -20,6 +22,11 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.relative_to(ROOT / "examples").as_posix())
 def test_b148_an_example_is_valid(path: Path) -> None:
     """Its files need not exist; nothing in it is without effect."""
+    schema = schema_of(yaml.safe_load(path.read_text()))
+    if schema is not None:
+        config, notices = load_supervised(schema, path)
+        assert isinstance(config, SupervisedConfig) and notices == []
+        return
     loaded = load_config(path)
     assert loaded.notices == []
     plan = loaded.config.actor_batch(1)

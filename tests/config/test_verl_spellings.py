@@ -193,7 +193,7 @@ def test_an_older_micro_batch_size_that_does_not_fit(overrides, complaint, value
     [
         ("training.optimizer.type=SGD", "AdamW is the only optimizer"),
         ("actor_rollout_ref.model.lora_rank=32", "LoRA is not supported yet"),
-        ("reward_model.enable=True", "reward models are not supported yet"),
+        ("reward_model.enable=True", "reward.model.path turns a reward model on"),
         ("reward_model.reward_manager=prime", "this reward manager is not supported yet"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollout is not supported yet"),
         ("rollout.repetition_penalty=1.1", "the model's own distribution"),

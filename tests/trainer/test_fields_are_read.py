@@ -30,7 +30,15 @@ ELSEWHERE = {
     "trainer.resume_from_path",
     "actor.optim.on_nonfinite",  # read when a gradient is not finite
     "critic.optim.on_nonfinite",
-    "reward.max_failed_fraction",  # read when a reward function fails
+    "reward.model.weight",  # where there is a reward model: test_reward_model_run.py, test_reward_model.py
+    "reward.model.max_length",
+    "reward.model.truncation",
+    "reward.model.max_token_len_per_gpu",
+    *(  # where there is a judge: test_judge.py
+        f"reward.judge.{name}"
+        for name in ("model", "prompt", "pattern", "weight", "api_key_env", "max_concurrency", "requests_per_minute")
+    ),
+    *(f"reward.judge.{name}" for name in ("timeout", "retries", "max_tokens")),
 }
 ADAPTIVE = {"type": "adaptive", "target": 0.1}
 RUNS: list[dict[str, Any]] = [

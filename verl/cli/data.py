@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from verl.cli.arguments import Commands, common, group, not_negative, positive
+from verl.cli.evaluate import add_evaluation, evaluation_config
 
 if TYPE_CHECKING:
     from verl.data.inspection import Count, Inspection, Lengths
@@ -20,6 +21,16 @@ examples:
   verl data convert math.json --out boxed.jsonl --system "Be brief." --template "{question} Answer in \\boxed{}."
 
 targets: prompt, ground_truth, data_source, ability; any other name becomes a key of extra_info
+"""
+
+
+PREFERENCES_EXAMPLES = """\
+examples:
+  verl data preferences data/train.parquet --model smollm2-135m -n 8 --out pairs.jsonl
+  verl data preferences data/train.parquet --responses answers.jsonl --rule gsm8k --out pairs.parquet
+
+Responses are scored by the rule of the row's data source, or by --rule or --reward. A prompt whose responses all have
+the same score gives no pair.
 """
 
 
@@ -63,6 +74,21 @@ def add(commands: Commands) -> None:
     convert.add_argument("--system", help="system message before every prompt")
     convert.add_argument("--plain", action="store_true", help="prompts as plain text, for models without chat template")
     convert.set_defaults(command=_data_convert)
+
+    preferences = data.add_parser(
+        "preferences",
+        parents=[common()],
+        help="preference pairs for a reward model: of each prompt the best and the worst response",
+        epilog=PREFERENCES_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    preferences.add_argument("data", help="a data file as training takes it: prompts, and what they are scored by")
+    source = preferences.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="is sampled: as verl eval takes it; -n says how often")
+    source.add_argument("--responses", metavar="FILE", help="of verl generate --input DATA --out FILE")
+    preferences.add_argument("--out", required=True, help="file to write: .parquet or .jsonl")
+    add_evaluation(preferences)
+    preferences.set_defaults(command=_data_preferences, n=8)
 
     inspect = data.add_parser("inspect", parents=[common()], help="what is in data files, and what looks wrong with it")
     inspect.add_argument("files", nargs="+", metavar="FILE", help="files, patterns or folders")
@@ -124,6 +150,39 @@ def _data_convert(arguments: argparse.Namespace) -> None:
     if len(done.skipped) > SHOWN_SKIPPED:
         print(f"skipped {len(done.skipped) - SHOWN_SKIPPED} more")
     print(f"{done.path}: {_rows(done.rows)} written, {len(done.skipped)} skipped")
+
+
+def _data_preferences(arguments: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from verl.cluster.threads import available_cores, set_environment
+
+    set_environment(available_cores())
+
+    from verl.checkpoint.run_model import opened_model
+    from verl.cli.progress import progress
+    from verl.data.output import check_writable, write_rows
+    from verl.models.quiet import without_bars
+    from verl.trainer.offline_evaluation import ModelEvaluation
+    from verl.trainer.preferences import PairCounts, given, pairs_of, sampled
+
+    out = Path(arguments.out).expanduser()
+    check_writable([out])
+    if arguments.responses is not None:
+        groups = given(arguments.responses, evaluation_config(arguments, None))
+    else:
+        with without_bars(), opened_model(arguments.model) as model:
+            evaluation = ModelEvaluation(evaluation_config(arguments, model))
+            with progress(evaluation.responses, "responses") as told:
+                evaluation.run(told)
+        groups = sampled(evaluation.samples, evaluation.rows)
+    counts = PairCounts()
+    pairs = list(pairs_of(groups, counts))
+    write_rows(lambda: pairs, out)
+    print(
+        f"{out}: {counts.pairs} pairs from {len(groups)} prompts; {counts.equal} prompts without a difference in "
+        f"score, {counts.few} with fewer than two scored responses"
+    )
 
 
 def _data_inspect(arguments: argparse.Namespace) -> None:

@@ -55,6 +55,15 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("model", help="an alias, a folder (such as an export), a GGUF file, a hub id, or a run")
     parser.add_argument("data", help="a data file as training takes it")
+    add_evaluation(parser)
+    parser.add_argument("--out", metavar="FOLDER", help="for results.json and samples.jsonl (default evaluations/...)")
+    parser.add_argument("--plain", action="store_true", help="no boxes and no progress bar")
+    parser.add_argument("--json", action="store_true", help="results.json on standard output in place of the tables")
+    parser.set_defaults(command=_evaluate)
+
+
+def add_evaluation(parser: argparse.ArgumentParser) -> None:
+    """How a model is sampled on a data file and scored: what :func:`evaluation_config` reads."""
     parser.add_argument("words", nargs="*", metavar="key=value", help="further settings, as for verl train")
     add_sampling(parser)
     parser.add_argument("--max-response-length", type=positive, metavar="TOKENS", help="default 512, or the run's")
@@ -73,10 +82,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--reward-name", metavar="NAME", help="of the function in that file (default compute_score)")
     parser.add_argument("--prompt-key", metavar="COLUMN", help="default prompt")
     parser.add_argument("--answer-key", metavar="COLUMN", help="default: reward_model.ground_truth, label, answer, ...")
-    parser.add_argument("--out", metavar="FOLDER", help="for results.json and samples.jsonl (default evaluations/...)")
-    parser.add_argument("--plain", action="store_true", help="no boxes and no progress bar")
-    parser.add_argument("--json", action="store_true", help="results.json on standard output in place of the tables")
-    parser.set_defaults(command=_evaluate)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -94,7 +99,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     plain = arguments.plain or arguments.json
     with without_bars(), opened_model(arguments.model) as model:
-        config = _config(arguments, model)
+        config = evaluation_config(arguments, model)
         evaluation = ModelEvaluation(config)
         if evaluation.left_out:
             print(f"note: {evaluation.left_out} rows cannot be used and are left out", file=sys.stderr)
@@ -132,7 +137,7 @@ def _free_folder(arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def _config(arguments: argparse.Namespace, model: ModelSource) -> Config:
+def evaluation_config(arguments: argparse.Namespace, model: ModelSource | None) -> Config:
     """The whole configuration: the run's or the defaults, the settings over it, the options over them.
 
     Raises:
@@ -147,7 +152,7 @@ def _config(arguments: argparse.Namespace, model: ModelSource) -> Config:
         option = next((option for key, option in _BY_OPTION.items() if word.lstrip("+").startswith(key)), None)
         if option is not None:
             raise ConfigError("this setting is an argument of verl eval", word, f"give {option} instead")
-    run = model.run.config if model.run is not None and model.run.config.exists() else None
+    run = model.run.config if model is not None and model.run is not None and model.run.config.exists() else None
     needed = [] if run else ["model.path=-", "data.train_files=-"]  # replaced below
     tree = load_config(run, [*needed, *words]).config.model_dump(mode="json")
     greedy_or_not = {"temperature": chosen_temperature(arguments), "do_sample": None}
@@ -155,7 +160,7 @@ def _config(arguments: argparse.Namespace, model: ModelSource) -> Config:
     tree["rollout"]["val_kwargs"] |= greedy_or_not
     files = [arguments.data]
     tree["data"] |= {"train_files": files, "val_files": files, "val_max_samples": arguments.limit or -1}
-    tree["model"]["path"] = model.path
+    tree["model"]["path"] = model.path if model is not None else "-"
     tree["trainer"]["seed"] = arguments.seed
     names = ("max_prompt_length", "max_response_length", "prompt_key", "answer_key", "chat_template_kwargs")
     given = {
@@ -172,7 +177,7 @@ def _config(arguments: argparse.Namespace, model: ModelSource) -> Config:
     if arguments.reward_name:
         custom["name"] = arguments.reward_name
     set_by_hand = arguments.max_prompt_length or any(word.startswith("data.max_prompt_length") for word in words)
-    if run is None and not set_by_hand:
+    if model is not None and run is None and not set_by_hand:
         tree["data"]["max_prompt_length"] = _room(model.path, tree)
     return build_config(tree)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from verl.config.aliases import ALIASES, GLOBAL_MICRO_BATCH, PREFIXES, VERL_DEFAULTS
 from verl.config.base import Section
 from verl.config.fields import Facts, facts
 from verl.config.foreign import NO_MEANING, NOT_YET
-from verl.config.keys import leaves, sections
+from verl.config.keys import leaves, sections, using
 from verl.config.overlays import presets
+from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig
 from verl.config.text import one_line
 
 _INTRO = """\
@@ -47,6 +48,7 @@ def reference() -> str:
             "## Presets\n",
             _table(("preset", "what it is"), overlays),
             *map(_section, ordered),
+            *_supervised(),
             _other_spellings(),
             _other_defaults(),
             _foreign(),
@@ -54,7 +56,25 @@ def reference() -> str:
     )
 
 
-def _section(key: str) -> str:
+def _supervised() -> Iterator[str]:
+    """The keys of supervised training, apart from the sections that it shares."""
+    for command, schema in (("verl sft", SftConfig), ("verl reward-model train", RewardModelTrainingConfig)):
+        about = " ".join((inspect.getdoc(schema) or "").split())
+        if schema is SftConfig:
+            about += (
+                " Its sections are `data`, `model`, `optim`, `trainer` and `cluster`: `model` and `trainer` are those "
+                "above, without `trainer.critic_warmup` and `trainer.log_val_generations`; the others have keys of "
+                "their own."
+            )
+        yield f"## Keys of {command}\n\n{about}\n"
+        with using(schema):
+            own = ("data", "optim", "cluster") if schema is SftConfig else ("data",)
+            yield from (_section(key, depth=3) for key in own)
+        if schema is not SftConfig:
+            yield "The other sections are those of `verl sft`.\n"
+
+
+def _section(key: str, depth: int = 2) -> str:
     field = sections()[key]
     kind = field.annotation
     assert isinstance(kind, type) and issubclass(kind, Section)
@@ -63,7 +83,7 @@ def _section(key: str) -> str:
     rows = ((_code(fact.key), _code(fact.default), _takes(fact), _meaning(fact, kind.acts_in)) for fact in inside)
     return "\n".join(
         [
-            f"{'###' if '.' in key else '##'} {key}\n",
+            f"{'#' * (depth + ('.' in key))} {key}\n",
             f"{field.description} {about} *{kind.acts_in}*\n",
             _table(("key", "default", "takes", "meaning"), rows),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -12,6 +13,7 @@ from verl.config.base import (
     Number,
     Prompts,
     RowLimit,
+    Seconds,
     Section,
     Seed,
     Share,
@@ -274,6 +276,102 @@ class RewardFunctionConfig(Section):
         return self
 
 
+class RewardModelConfig(Section):
+    """A sequence-classification model that scores responses, beside the rules and functions or instead of them."""
+
+    acts_in: ClassVar[str] = "rollout: the scorer"
+
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="Hugging Face folder or hub id of the model, or a run of verl reward-model train; null: none.",
+    )
+    weight: Number = Field(1.0, description="Factor of its score in the sum with the other rewards.")
+    max_length: Tokens | None = Field(
+        None, ge=2, description="Most tokens of prompt and response that it reads; null: what it has positions for."
+    )
+    truncation: Literal["left", "right"] = Field(
+        "left", description="Side on which longer ones lose tokens; left keeps the response."
+    )
+    max_token_len_per_gpu: Tokens = Field(
+        16384, ge=2, description="Most tokens of one of its forward passes; memory and speed only."
+    )
+
+
+JUDGE_PROMPT = """\
+Judge an answer to a question.
+
+[Question]
+{prompt}
+
+[Answer]
+{response}
+
+[Right answer]
+{ground_truth}
+
+Say in a sentence or two how good the answer is. Then end with one line of the form
+Score: N
+where N is a number from 0 (worthless) to 10 (perfect)."""
+
+
+class JudgeConfig(Section):
+    """A language model behind an OpenAI-compatible endpoint that judges responses, beside the others or instead."""
+
+    acts_in: ClassVar[str] = "rollout: the scorer"
+
+    base_url: str | None = Field(
+        None, min_length=1, description="Address of the endpoint, such as http://localhost:8000/v1; null: no judge."
+    )
+    model: str = Field("default", min_length=1, description="Name of the model at the endpoint.")
+    prompt: str = Field(
+        JUDGE_PROMPT,
+        min_length=1,
+        description="What it is asked; {prompt}, {response} and {ground_truth} stand for those.",
+    )
+    pattern: str = Field(
+        r"Score:\s*(-?\d+(?:\.\d+)?)",
+        min_length=1,
+        description="Regular expression whose group is the score; the last place that fits counts.",
+    )
+    weight: Number = Field(1.0, description="Factor of its score in the sum with the other rewards.")
+    api_key_env: str | None = Field(None, description="Environment variable that holds the key; null: no key is sent.")
+    max_concurrency: Annotated[int, Unit("requests")] = Field(8, ge=1, description="Requests under way at once.")
+    requests_per_minute: Number | None = Field(
+        None, gt=0, description="Most requests begun in a minute, evenly spaced; null: any number."
+    )
+    timeout: Seconds = Field(60.0, gt=0, description="Seconds for one answer.")
+    retries: Annotated[int, Unit("requests")] = Field(
+        3, ge=0, description="Further tries where the endpoint does not answer, is busy or has failed."
+    )
+    max_tokens: Tokens = Field(512, ge=1, description="Most tokens of its answer.")
+
+    @field_validator("pattern")
+    @classmethod
+    def _one_group(cls, value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise FieldProblem(f"is no regular expression: {error}", "correct it") from error
+        if groups != 1:
+            raise FieldProblem(f"has {groups} groups, and one is the score", "put the number, and only it, in (...)")
+        return value
+
+    @field_validator("prompt")
+    @classmethod
+    def _asks_about_the_response(cls, value: str) -> str:
+        if "{response}" not in value:
+            raise FieldProblem("does not hold {response}", "write {response} where the answer is to stand")
+        return value
+
+    @field_validator("base_url")
+    @classmethod
+    def _web_address(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise FieldProblem("is no web address", "begin it with http:// or https://")
+        return value
+
+
 class RewardConfig(Section):
     """What turns a response into a score."""
 
@@ -292,6 +390,12 @@ class RewardConfig(Section):
         default_factory=dict,
         description="Several reward functions at once by name, their scores added: {name: {rule or path, name, kwargs, "
         "weight, data_sources}}; in place of the three above.",
+    )
+    model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="A reward model: its score alone, or added to the others."
+    )
+    judge: JudgeConfig = Field(
+        default_factory=JudgeConfig, description="A generative judge: its score alone, or added to the others."
     )
     on_error: Literal["skip", "retry", "stop"] = Field(
         "skip",
@@ -358,6 +462,11 @@ class RewardConfig(Section):
     def parts(self) -> dict[str, RewardFunctionConfig]:
         """The entries of ``functions``."""
         return {name: RewardFunctionConfig.model_validate(entry) for name, entry in self.functions.items()}
+
+    @property
+    def names_rewards(self) -> bool:
+        """Whether a rule or function is asked for by name."""
+        return bool(self.functions) or self.custom_reward_function.path is not None or self.rule != "auto"
 
     @property
     def shapes(self) -> bool:

@@ -170,15 +170,24 @@ class SupervisedConfig(Section):
 
 
 class SftConfig(SupervisedConfig):
-    """``verl sft``: a language model learns to give the responses of a dataset."""
+    """A language model learns to give the responses of a dataset."""
 
-    data: SftDataConfig = Field(description="Conversations.")
+    data: SftDataConfig = Field(description="What is imitated.")
 
 
 class RewardModelTrainingConfig(SupervisedConfig):
-    """``verl reward-model train``: a sequence-classification model learns which of two answers is the better one."""
+    """A sequence-classification model learns which of two answers is the better one."""
 
-    data: PairDataConfig = Field(description="Preference pairs.")
+    data: PairDataConfig = Field(description="What is compared.")
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from super()._problems()
+        if self.data.max_length <= self.data.max_token_len_per_gpu < 2 * self.data.max_length:
+            yield Problem(
+                "data.max_token_len_per_gpu is smaller than the longest pair, twice data.max_length; both count tokens",
+                f"{self.data.max_token_len_per_gpu} tokens < 2 x {self.data.max_length} tokens",
+                f"set data.max_token_len_per_gpu to at least {2 * self.data.max_length}",
+            )
 
 
 def schema_of(tree: dict[str, Any]) -> type[SupervisedConfig] | None:

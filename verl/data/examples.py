@@ -290,7 +290,8 @@ def _load(
             if config.truncation in ("drop", "error"):
                 continue
         for row in example.rows:
-            for store, ids in zip(stores, (row.prompt, row.response, row.trained), strict=True):
+            kept: list[Sequence[int]] = [row.prompt, row.response, row.trained]
+            for store, ids in zip(stores, kept, strict=True):
                 part = np.array(ids, np.int32)
                 store.add(part)
                 hashed.update(len(ids).to_bytes(4, "little") + part.tobytes())

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from verl.config.names import nearest_path
 from verl.errors import ModelError
 from verl.models.gguf_conversion import CONVERSION_VERSION, convert_gguf, is_gguf
 from verl.models.model_cache import Report, build_once, file_sha256, report_to_stderr
-from verl.models.quiet import without_bars
+from verl.models.quiet import silenced, without_bars
 from verl.models.smollm import ALIAS as SMOLLM
 from verl.models.smollm import get_smollm
 from verl.models.tiny import ALIAS as TINY
@@ -148,6 +149,16 @@ def is_classifier(path: str | Path) -> bool:
     return _is_classifier(_read_json(resolve_model(path) / "config.json"))
 
 
+def require_classifier(path: str | Path) -> None:
+    """Raise ModelError where ``path`` is no sequence-classification model."""
+    if not is_classifier(path):
+        raise ModelError(
+            "not a sequence-classification model, so it gives no scores",
+            value=path,
+            fix="train one from it with verl reward-model train",
+        )
+
+
 def _is_classifier(raw: dict[str, Any]) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in raw.get("architectures") or [])
 
@@ -268,20 +279,17 @@ def load_classifier(
 
     folder = resolve_model(path)
     fresh = not is_classifier(folder)
-    if fresh and not new_head:
-        raise ModelError(
-            "not a sequence-classification model, so it gives no scores",
-            value=folder,
-            fix="train one from it with verl reward-model train",
-        )
+    if not new_head:
+        require_classifier(folder)
     config = load_config(folder, trust_remote_code, classifier=True)
     if fresh:
         config.num_labels = 1
     elif config.num_labels != 1:
         raise ModelError(f"the model gives {config.num_labels} scores, not one", value=folder, fix="use a reward model")
-    model, missing = _load(
-        AutoModelForSequenceClassification, folder, config, dtype, trust_remote_code, attn_implementation
-    )
+    with silenced() if fresh else nullcontext():  # a report that the head is new
+        model, missing = _load(
+            AutoModelForSequenceClassification, folder, config, dtype, trust_remote_code, attn_implementation
+        )
     if not hasattr(getattr(model, "score", None), "in_features"):
         raise ModelError(
             f"{type(model).__name__} has no linear score head", value=folder, fix="use a Llama or Qwen one"

@@ -44,6 +44,11 @@ class PackedBatch:
         padded = values.new_full(self.shape, fill)
         return padded.index_put((self.rows, self.columns), values)
 
+    def only(self, keep: Tensor) -> PackedBatch:
+        """The same tokens with fewer results: of the response tokens where ``keep`` (M,) bool is true."""
+        names = ("response_index", "targets", "rows", "columns")
+        return replace(self, **{name: getattr(self, name)[keep] for name in names})
+
     def filled(self, multiple: int) -> PackedBatch:
         """The same batch with T rounded up; the fill tokens belong to no segment and nothing reads them."""
         tokens = self.input_ids.shape[0]

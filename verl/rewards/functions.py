@@ -35,6 +35,16 @@ class Reward(Protocol):
         ...
 
 
+class AbsentReward:
+    """Stands for a reward model where none is loaded: in the checks before a run."""
+
+    def check_rows(self, rows: Sequence[PromptRow]) -> None:
+        pass
+
+    def score(self, rows: DataProto) -> list[Score]:
+        raise RewardError("The reward model is not loaded here.", fix="score in the worker of a run")
+
+
 class RuleReward:
     """A built-in rule.
 

@@ -19,7 +19,8 @@ from verl.protocol import DataProto, check_columns
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
 from verl.rewards.batched import Decode
 from verl.rewards.custom import check_function, load_function
-from verl.rewards.functions import ROW_COLUMNS, FunctionReward, Reward, RuleReward
+from verl.rewards.functions import ROW_COLUMNS, AbsentReward, FunctionReward, Reward, RuleReward
+from verl.rewards.judge import Judge
 from verl.rewards.results import MEANINGFUL, Outcome, Score, check_result
 from verl.rewards.rules import rule_named
 
@@ -54,6 +55,7 @@ class RuleScorer:
     Args:
         decode: token ids to text, special tokens included; functions in OpenRLHF's signature get the prompt from it.
         function: a function of this program, in place of what ``config`` says.
+        model: the reward model of ``reward.model``; None: it is not loaded here, and rows can only be checked.
 
     Raises:
         RewardError: a function cannot be loaded, or a rule is unknown or refuses its keyword arguments.
@@ -64,9 +66,17 @@ class RuleScorer:
         config: RewardConfig,
         decode: Decode | None = None,
         function: Callable[..., Any] | None = None,
+        model: Reward | None = None,
     ) -> None:
         self.config = config
         self._parts = list(_parts(config, decode, function))
+        judges = list(_judges(config, model))
+        if judges:
+            alone = function is None and not config.names_rewards  # no rule was asked for: the usual one is not added
+            others = [] if alone else [replace(part, name=part.name or "function") for part in self._parts]
+            self._parts = [*others, *judges]
+            if len(self._parts) == 1:
+                self._parts = [Part("", judges[0].reward)]
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
         """Refuse, before the run starts, rows of a dataset that cannot be scored.
@@ -172,6 +182,14 @@ def _parts(config: RewardConfig, decode: Decode | None, function: Callable[..., 
             yield Part(name, reward, entry.weight, entry.data_sources)
     else:
         yield Part("", _reward(config.rule, custom.path, custom.name, kwargs, decode))
+
+
+def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
+    """Models that score."""
+    if config.model.path is not None:
+        yield Part("model", model or AbsentReward(), config.model.weight)
+    if config.judge.base_url is not None:
+        yield Part("judge", Judge(config.judge), config.judge.weight)
 
 
 def _reward(

@@ -38,6 +38,7 @@ class ModelEvaluation:
 
     Attributes:
         left_out: rows of the data that cannot be used, and prompts too long where such are filtered.
+        rows: of the data that can be used, by their number.
         graded, samples: one entry a response, in the order of the data; filled by :meth:`run`.
 
     Raises:
@@ -53,6 +54,7 @@ class ModelEvaluation:
         self._scorer = RuleScorer(config.reward, self._tokenizer.decode)
         self._scorer.check_rows(dataset.exemplars)
         self.left_out = len(dataset.skipped) + dataset.dropped
+        self.rows = {row.row_index: row for row in dataset.rows}
         self._batches = list(iterate_once(dataset, data.val_batch_size or PROMPTS_AT_ONCE))
         self.responses = len(dataset) * self.plan.n
         self.graded: list[Graded] = []

@@ -23,7 +23,7 @@ from verl.data.examples import ExampleDataset
 from verl.data.loader import PromptLoader
 from verl.data.samplers import make_sampler
 from verl.errors import CheckpointError, ConfigError, ModelError, RewardError, VerlError
-from verl.models.loading import load_config, load_tokenizer
+from verl.models.loading import load_config, load_tokenizer, require_classifier
 from verl.rewards.scorer import RuleScorer
 from verl.run_dir import RunDir, json_line, write_atomic
 from verl.tracking.report import write_report
@@ -65,6 +65,9 @@ class Inputs:
         validation = None
         if data.val_files:
             validation = PromptDataset.load(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files")
+        if config.reward.model.path is not None:
+            with naming("reward.model.path"):
+                require_classifier(config.reward.model.path)
         scorer = RuleScorer(config.reward, function=reward)
         for dataset in filter(None, (training, validation)):
             scorer.check_rows(dataset.exemplars)
@@ -202,7 +205,8 @@ def check_positions(config: Config) -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
     for path in dict.fromkeys([config.model.path] + [config.critic_model_path] * config.uses_critic):
         with naming("critic.model.path" if path != config.model.path else None):
-            model = load_config(path, config.model.trust_remote_code).get_text_config()
+            critic = path != config.model.path
+            model = load_config(path, config.model.trust_remote_code, classifier=critic).get_text_config()
         limit = getattr(model, "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise ConfigError(

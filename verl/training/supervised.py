@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -89,6 +88,4 @@ class SupervisedModel:
 def _counted_only(part: MicroBatch) -> PackedBatch:
     """Nothing is computed behind the decoder for tokens whose value does not count, such as a user's later turns."""
     packed = part.packed
-    keep = part.columns["response_mask"].bool()[packed.rows, packed.columns]
-    names = ("response_index", "targets", "rows", "columns")
-    return replace(packed, **{name: getattr(packed, name)[keep] for name in names})
+    return packed.only(part.columns["response_mask"].bool()[packed.rows, packed.columns])

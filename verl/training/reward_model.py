@@ -1,0 +1,119 @@
+"""A reward model as a reward: scores of responses by a sequence-classification model, packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.config.schema_data import RewardModelConfig
+from verl.data.conversations import Renderer, UnusableError
+from verl.data.packing import plan_micro_batches
+from verl.data.rendering import cut
+from verl.data.rows import PromptRow
+from verl.models.packed import pack_rows
+from verl.models.policy import ValueModel, model_device
+from verl.protocol import DataProto, check_columns
+from verl.rewards.results import Score, check_result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COLUMNS = ("responses", "attention_mask", "prompt_ids", "raw_prompt", "response_text", "uid")
+
+
+class RewardModel:
+    """Scores a response by what the model's head says behind its last token; a :class:`verl.rewards.functions.Reward`.
+
+    A model with the actor's tokenizer and chat template reads the very ids that were sampled. Any other reads prompt
+    and response rendered anew by its own.
+
+    Args:
+        model: is frozen here.
+        tokenizer: the model's own.
+        ends: token ids that end a response for it.
+        actor_tokenizer: what the ids of a batch are of.
+        positions: most tokens that the model can read; None: any number.
+    """
+
+    def __init__(
+        self,
+        model: ValueModel,
+        config: RewardModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        actor_tokenizer: PreTrainedTokenizerBase,
+        positions: int | None,
+    ) -> None:
+        self._model, self._config = model.requires_grad_(False).eval(), config
+        self._limit = min(config.max_token_len_per_gpu, config.max_length or 2**60, positions or 2**60)
+        self._renderer = None if _alike(tokenizer, actor_tokenizer) else Renderer(tokenizer, ends, {})
+
+    def check_rows(self, rows: Sequence[PromptRow]) -> None:
+        """Any row can be scored."""
+
+    def score(self, rows: DataProto) -> list[Score]:
+        """See :class:`verl.rewards.functions.Reward`; also asks for the columns ``COLUMNS``."""
+        check_columns(rows, *COLUMNS)
+        scores: list[Score | None] = [None] * len(rows)
+        read: list[tuple[list[int], list[int]]] = []  # what the rows of a group share, and the rest of each
+        places, groups = [], []
+        for place, texts in enumerate(self._texts(rows)):
+            if isinstance(texts, str):
+                scores[place] = Score(None, "failed", reason=texts)
+                continue
+            shared, rest = texts
+            whole = self._renderer is None and len(shared) + len(rest) <= self._limit
+            if not whole:
+                shared, rest = cut([*shared, *rest], self._limit, self._config.truncation), []
+            places.append(place)
+            read.append((shared, rest))
+            groups.append(rows.non_tensor_batch["uid"][place] if whole else place)
+        for place, value in zip(places, self._values(read, groups), strict=True):
+            scores[place] = check_result(value)
+        return scores  # type: ignore[return-value]  # every place has one
+
+    def _texts(self, rows: DataProto) -> list[tuple[list[int], list[int]] | str]:
+        """Of each row prompt and response as ids, or why there are none."""
+        columns, responses = rows.non_tensor_batch, rows.tensors["responses"]
+        if self._renderer is None:
+            lengths = rows.tensors["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
+            sampled = zip(columns["prompt_ids"].tolist(), responses, lengths, strict=True)
+            return [(list(prompt), ids[:length].tolist()) for prompt, ids, length in sampled]
+        return [self._rendered(*row) for row in zip(columns["raw_prompt"], columns["response_text"], strict=True)]
+
+    def _rendered(self, prompt: Any, response: str) -> tuple[list[int], list[int]] | str:
+        assert self._renderer is not None
+        try:
+            return self._renderer.answer(prompt, response, "a response").ids, []
+        except UnusableError as error:
+            return str(error)
+
+    @torch.no_grad()
+    def _values(self, read: list[tuple[list[int], list[int]]], groups: list[Any]) -> list[float]:
+        """The model's scores, in order."""
+        values = [0.0] * len(read)
+        # A place behind the last token, whose value is the score, is counted but not computed.
+        plan = plan_micro_batches(
+            [len(rest) + 1 for _, rest in read],
+            groups,
+            max_tokens=self._config.max_token_len_per_gpu + 1,
+            prompt_lengths=[len(shared) for shared, _ in read],
+            shared=True,
+        )
+        for rows in plan:
+            numbers = {group: number for number, group in enumerate(dict.fromkeys(groups[i] for i in rows))}
+            responses = [[*read[i][1], 0] for i in rows]
+            packed = pack_rows(
+                [read[i][0] for i in rows], responses, max(map(len, responses)), [numbers[groups[i]] for i in rows]
+            )
+            ends = torch.tensor([len(response) - 1 for response in responses])
+            packed = packed.only(packed.columns == ends[packed.rows]).to(model_device(self._model))
+            for i, value in zip(rows, self._model(packed).float().tolist(), strict=True):
+                values[i] = value
+        return values
+
+
+def _alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    return one.get_vocab() == other.get_vocab() and one.chat_template == other.chat_template
