@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    GPT2Config,
     LlamaConfig,
-    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
 )
 
 from verl.models.attention import ATTENTION_NAME
@@ -22,6 +20,35 @@ from verl.models.policy import PolicyModel
 
 VOCABULARY, EOS = 40, 39
 FAMILIES = ("llama", "qwen2", "gpt2")
+
+
+PARTIAL_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+# Every family that is compared with transformers' own forward, and what makes its peculiarities show in a tiny model.
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+ALL_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2-windows": {"use_sliding_window": True, **WINDOWS},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, **WINDOWS},
+    "gemma3_text": {"head_dim": 16, "final_logit_softcapping": 3.0, **WINDOWS},
+    "mistral": {"sliding_window": 5},
+    "gpt2": {},
+    "gpt_neox": {"attention_bias": True, "rope_parameters": PARTIAL_ROTARY},
+    "gpt_neox-serial": {"use_parallel_residual": False, "rope_parameters": PARTIAL_ROTARY},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
+    "cohere2": {"logit_scale": 0.5, **WINDOWS},
+    "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.7},
+    "phi3": {"sliding_window": 5},
+    "olmo2": {},
+    "starcoder2": {"sliding_window": 5},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi": {},
+    "mixtral": {"num_local_experts": 4},
+    "smollm3": {},
+}
 
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:
@@ -34,10 +61,10 @@ def config_of(family: str, **changes: Any) -> PreTrainedConfig:
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
     }
-    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gpt2": GPT2Config, "mistral": MistralConfig}[family]
     if family == "gpt2":
         sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
-    return kind(**sizes | {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None} | changes)
+    ends = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None}
+    return AutoConfig.for_model(family.split("-")[0], **sizes | ends | ALL_FAMILIES.get(family, {}) | changes)
 
 
 def random_lm(
@@ -45,7 +72,9 @@ def random_lm(
 ) -> PreTrainedModel:
     """Weights far larger than at a usual start, so that what a token attends to shows in its log-probs."""
     config = config_of(family, **changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -55,10 +55,10 @@ def test_forbidden_tokens():
     assert full_kl(q, lambda x: x, p.detach(), lambda x: x).item() == math.inf
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_two_policies(share):
-    """Tempered like the log-probs, packed like them, and exactly 0 between equal models."""
-    policy, reference = random_policy(dtype=torch.float64), random_policy(dtype=torch.float64, seed=1)
+@pytest.mark.parametrize(("family", "share"), [("llama", False), ("llama", True), ("gemma2", True)])
+def test_two_policies(family, share):
+    """Tempered like the log-probs, packed and capped like them, and exactly 0 between equal models."""
+    policy, reference = (random_policy(family, torch.float64, seed=seed) for seed in (0, 1))
     packed = pack_rows([[3, 4], [3, 4], [5]], [[6, 7, 8], [9], [1, 2]], 4, [0, 0, 1] if share else None)
     log_probs, entropy, kl = policy(packed, 0.7, reference)
     plain = policy(packed, 0.7)
@@ -66,6 +66,6 @@ def test_two_policies(share):
     expected = whole(policy.logits(policy.predictors(packed), 0.7), reference.logits(reference.predictors(packed), 0.7))
     torch.testing.assert_close(kl, expected, rtol=1e-10, atol=1e-12)
     assert (kl > 0).all() and kl.requires_grad
-    assert (policy(packed, 0.7, random_policy(dtype=torch.float64))[2] == 0).all()
+    assert (policy(packed, 0.7, random_policy(family, torch.float64))[2] == 0).all()
     kl.sum().backward()
     assert all(p.grad is None for p in reference.parameters())

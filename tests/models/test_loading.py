@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from verl.errors import ModelError
+from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import (
     load_causal_lm,
     load_config,
@@ -240,6 +241,14 @@ def test_custom_code_runs_when_asked_for_and_is_logged(
     assert "executing the model code" in caplog.text
     ran = {file.name for file in markers.iterdir()}
     assert ran == {"configuration_my", "modeling_my"}, "the flag of the model must not spread to the tokenizer"
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("falcon", vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="brings an attention of its own") as caught:
+        load_causal_lm(tmp_path, torch.float32, attn_implementation=ATTENTION_NAME)
+    assert caught.value.value == "falcon"
 
 
 def test_pickled_weights_run_no_code(model_dir: Path, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from verl.models import log_probs
-from verl.models.log_probs import project, response_log_probs
+from verl.models.log_probs import PLAIN, LogitRule, logit_rule, project, response_log_probs
 from verl.models.rows import ALL_ROWS, IN_BLOCKS, RowRule
 
 RULES = (ALL_ROWS, IN_BLOCKS)
+LOGIT_RULES = (PLAIN, LogitRule(0.25), LogitRule(softcap=1.5), LogitRule(2.0, 3.0))
 
 
 def of_logits(logits: Tensor, targets: list[int], temperature: float) -> tuple[Tensor, Tensor]:
@@ -65,8 +67,10 @@ def test_entropy_of_nothing_possible_is_not_zero() -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 0.0])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-def test_gradcheck(temperature: float, with_bias: bool, rule: RowRule) -> None:
+@pytest.mark.parametrize(
+    ("rule", "logits_of"), [(r, x) for r in RULES for x in LOGIT_RULES if r == ALL_ROWS or x == PLAIN]
+)
+def test_gradcheck(temperature: float, with_bias: bool, rule: RowRule, logits_of: LogitRule) -> None:
     generator = torch.Generator().manual_seed(1)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -75,8 +79,26 @@ def test_gradcheck(temperature: float, with_bias: bool, rule: RowRule) -> None:
     targets = torch.tensor([0, 6, 3, 3, 1])
     inputs = (hidden, weight, bias if with_bias else None)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: response_log_probs(h, w, b, targets, temperature, rule), inputs, atol=1e-7
+        lambda h, w, b: response_log_probs(h, w, b, targets, temperature, rule, logits_of), inputs, atol=1e-7
     )
+
+
+@pytest.mark.parametrize("logits_of", LOGIT_RULES)
+def test_scale_and_cap_come_before_the_temperature(logits_of: LogitRule) -> None:
+    """By hand: 5 becomes cap * tanh(scale * 5 / cap), then the temperature divides."""
+    x, cap = torch.tensor([[5.0, -1.0]], dtype=torch.float64), logits_of.softcap
+    found = project(x, torch.eye(2, dtype=torch.float64), None, 0.5, ALL_ROWS, logits_of)
+    by_hand = [logits_of.scale * 5, logits_of.scale * -1]
+    by_hand = by_hand if cap is None else [cap * math.tanh(value / cap) for value in by_hand]
+    assert found[0].tolist() == pytest.approx([value / 0.5 for value in by_hand], rel=1e-12)
+
+
+def test_rules_of_configurations() -> None:
+    assert logit_rule(AutoConfig.for_model("llama")) == PLAIN
+    assert logit_rule(AutoConfig.for_model("gemma2")) == LogitRule(softcap=30.0)
+    assert logit_rule(AutoConfig.for_model("cohere")) == LogitRule(0.0625)
+    assert logit_rule(AutoConfig.for_model("granite", logits_scaling=8.0)) == LogitRule(0.125)
+    assert logit_rule(AutoConfig.for_model("gemma3")) == PLAIN  # text and image: of its text part
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 512])

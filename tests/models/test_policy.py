@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,29 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toy_models import FAMILIES, config_of, markov_policy, random_lm, random_policy, same_numbers, successor_logits
+from toy_models import (
+    ALL_FAMILIES,
+    FAMILIES,
+    config_of,
+    markov_policy,
+    random_lm,
+    random_policy,
+    same_numbers,
+    successor_logits,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.packed import PackedBatch, PackedContext, pack_rows
 from verl.models.policy import PolicyModel, ValueModel
+from verl.models.support import _window
 
 PROMPTS = [[3, 4, 5], [3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [1]]
 RESPONSES = [[5, 6, 7, 8], [1], [2, 3, 4, 5, 6, 7], [30, 2, 30]]
@@ -65,22 +82,63 @@ def same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], within: f
         assert (ours[name] - expected).norm() <= within * max(float(expected.norm()), 1.0), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_is_padded(family: str, share: bool, temperature: float) -> None:
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_packed_is_padded(family: str) -> None:
+    """Log-probs, entropies, values and every gradient, whether prompts are shared or not."""
     stock, policy = random_lm(family, attention="eager"), random_policy(family)
-    log_probs, entropy = policy(pack(share), temperature)
-    expected, expected_entropy = padded_log_probs(stock, temperature)
-    assert log_probs.std() > 0.5  # the model has something to say
+    expected, expected_entropy = padded_log_probs(stock, 0.7)
+    assert expected.std() > 0.5  # the model has something to say
+    weights = torch.linspace(-1, 2, expected.numel())
+    expected_gradients = gradients(stock, (expected * weights + expected_entropy * 0.3).sum())
+    for share in (False, True):
+        log_probs, entropy = policy(pack(share), 0.7)
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-6)
+        found = gradients(policy.model, (log_probs * weights + entropy * 0.3).sum())
+        same_gradients(found, expected_gradients, 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_other_temperatures(family: str, temperature: float) -> None:
+    with torch.no_grad():
+        log_probs = random_policy(family)(pack(True), temperature)[0]
+        expected = padded_log_probs(random_lm(family, attention="eager"), temperature)[0]
     torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-6)
-    weights = torch.linspace(-1, 2, log_probs.numel())
-    same_gradients(
-        gradients(policy.model, (log_probs * weights + entropy * 0.3).sum()),
-        gradients(stock, (expected * weights + expected_entropy * 0.3).sum()),
-        1e-5,
-    )
+
+
+PECULIAR = {
+    "gemma2": [
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": None},
+        {"layer_types": ["full_attention"] * 2},
+        {"query_pre_attn_scalar": 64},
+    ],
+    "qwen2-windows": [{"use_sliding_window": False, "layer_types": None}],
+    "cohere": [{"logit_scale": 1.0}],
+    "granite": [{"logits_scaling": 1.0}],
+    "gpt_neox": [{"use_parallel_residual": False}],
+    "gpt_oss": [{"layer_types": ["full_attention"] * 2}],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [(f, changes) for f, several in PECULIAR.items() for changes in several]
+)
+def test_peculiarities_show(family: str, changes: dict[str, Any]) -> None:
+    """What a family does otherwise moves the numbers of these tiny models, so that leaving it out would be seen."""
+    with torch.no_grad():
+        peculiar, plain = (random_policy(family, **c)(pack(True), 1.0)[0] for c in ({}, changes))
+    assert (peculiar - plain).abs().max() > 1e-2
+
+
+def test_sinks_show() -> None:
+    policy = random_policy("gpt_oss")
+    with torch.no_grad():
+        before = policy(pack(True), 1.0)[0]
+        for layer in policy.model.model.layers:
+            layer.self_attn.sinks.fill_(-1e4)
+        assert (policy(pack(True), 1.0)[0] - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,7 +207,7 @@ def test_the_token_before_predicts(share: bool) -> None:
     assert wrong.tolist() == pytest.approx([math.log(0.1 / 15), math.log(0.9), math.log(0.9)], abs=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("share", [False, True])
 def test_values_are_read_before_their_token(family: str, share: bool) -> None:
     model = ValueModel(random_lm(family))
@@ -169,7 +227,7 @@ def test_values_are_read_before_their_token(family: str, share: bool) -> None:
         ]
     )
     torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-6)
-    same_gradients(gradients(model.backbone, (values**2).sum()), gradients(stock, (expected**2).sum()), 1e-5)
+    same_gradients(gradients(model.backbone, (values**2).mean()), gradients(stock, (expected**2).mean()), 1e-5)
 
 
 def test_the_value_head_keeps_its_precision() -> None:
@@ -259,18 +317,6 @@ def test_a_sliding_window_is_honoured(share: bool, window: int) -> None:
         assert (wide - log_probs).abs().max() > 1e-2
 
 
-def test_the_window_of_some_layers_only() -> None:
-    changes = {
-        "use_sliding_window": True,
-        "sliding_window": 3,
-        "max_window_layers": 1,
-        "layer_types": ["full_attention", "sliding_attention"],
-    }
-    log_probs = random_policy("qwen2", **changes)(pack(True), 1.0)[0]
-    expected = padded_log_probs(random_lm("qwen2", attention="eager", **changes), 1.0)[0]
-    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-6)
-
-
 def other_family(kind: str, **changes: Any) -> PreTrainedModel:
     sizes = {
         "vocab_size": 40,
@@ -278,7 +324,9 @@ def other_family(kind: str, **changes: Any) -> PreTrainedModel:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 64,
+        "pad_token_id": None,
     }
     config = AutoConfig.for_model(kind, **sizes | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
@@ -289,15 +337,26 @@ def other_family(kind: str, **changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
-        ("gemma2", {}, "final_logit_softcapping"),
-        ("cohere", {}, "logit_scale"),
-        ("granite", {"logits_scaling": 4.0}, "logits_scaling"),
         ("bloom", {"n_layer": 2, "n_head": 4}, "0 of its 2 layers"),
         ("mamba", {}, "layers only"),
         ("stablelm", {}, "without an attention context"),
+        ("phi3", {"rope_parameters": LONGROPE}, "longrope"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("gemma3_text", {"use_bidirectional_attention": True, "head_dim": 8}, "not causal"),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "heads or widths"),
+        ("hyperclovax", {"logits_scaling": 2.0, "head_dim": 8}, "changes its logits"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(kind: str, changes: dict[str, Any], named: str) -> None:
@@ -322,17 +381,49 @@ def test_layers_that_mix_tokens_in_another_way_are_refused() -> None:
         PolicyModel(model)(pack(False), 1.0)
 
 
-def test_a_head_that_changes_its_logits_is_refused() -> None:
-    model = random_lm("llama")
+@pytest.mark.parametrize("change", [lambda x: x * 3, lambda x: 40 * (x / 40).tanh()])
+def test_a_head_that_changes_its_logits_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    """A cap too, though it leaves the small logits of a fresh model all but as they are."""
+    model = other_family("llama")
     plain = model.forward
-    model.forward = lambda *args, **kwargs: _tripled(plain(*args, **kwargs))  # type: ignore[method-assign]
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        out.logits = change(out.logits)
+        return out
+
+    model.forward = changed  # type: ignore[method-assign]
     with pytest.raises(ModelError, match="changes its logits"):
         PolicyModel(model)(pack(False), 1.0)
 
 
-def _tripled(out: Any) -> Any:
-    out.logits = out.logits * 3
-    return out
+def test_a_window_that_a_layer_forgets_is_noticed() -> None:
+    """By the masks that the model would make for itself, and by its layers' kinds."""
+    forgetful = random_lm("gemma2")
+    forgetful.model.layers[0].self_attn.sliding_window = 4
+    with pytest.raises(ModelError, match="layer 0 asks for a window of 4, the model's masks for .*a window of 5"):
+        PolicyModel(forgetful)(pack(False), 1.0)
+    forgetful = random_lm("gemma2")
+    forgetful.model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(ModelError, match="layer 0 asks for no window but is of another kind") as caught:
+        PolicyModel(forgetful)(pack(False), 1.0)
+    assert caught.value.value == "sliding_attention"
+
+
+def test_masks_that_are_no_window_are_refused() -> None:
+    assert _window(causal_mask_function) is None
+    assert [_window(sliding_window_causal_mask_function(size)) for size in (1, 2, 4096)] == [1, 2, 4096]
+    with pytest.raises(ModelError, match="other tokens than a sliding window's"):
+        _window(chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64)))  # Llama 4
+    with pytest.raises(ModelError, match="not causal"):
+        _window(bidirectional_mask_function)
+
+
+def test_key_shape_is_what_the_layers_compute() -> None:
+    assert random_policy("llama").key_shape == (2, 8)
+    assert random_policy("gemma2").key_shape == (2, 16)
+    assert random_policy("gpt_neox").key_shape == (4, 8)
+    assert PolicyModel(other_family("gpt_bigcode", n_embd=32, n_layer=2, n_head=4)).key_shape == (1, 8)  # multi-query
 
 
 def test_a_model_without_vocabulary_is_refused() -> None:

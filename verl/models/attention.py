@@ -16,6 +16,8 @@ heads, K key-value heads, G = A / K, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +31,10 @@ from verl.errors import ModelError
 ATTENTION_NAME = "verl_packed"
 KEY_BLOCK = 128
 ROW_MULTIPLE = 8
+# What else models of transformers hand to an attention function.
+UNSUPPORTED = ("position_bias", "sinks", "indices", "block_indices")
+# (batch, head, query place, key place) -> whether the query sees the key, for each kind of layer of a model
+MASKS_ASKED: ContextVar[list[Callable[..., Tensor]] | None] = ContextVar("masks_asked", default=None)
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -78,6 +84,11 @@ def attention_forward(
             f"{type(module).__name__} was called without an attention context",
             fix="call the model through verl.models.policy, or load it with another attention implementation",
         )
+    for feature in UNSUPPORTED:
+        if kwargs.get(feature) is not None:
+            raise ModelError(f"{type(module).__name__} uses {feature}, which VeRL's attention does not support")
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} adds something of its own to its attention scores")
     if dropout:
         raise ModelError(f"{type(module).__name__} asks for attention dropout", dropout, "set it to 0 in config.json")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -88,8 +99,12 @@ def attention_forward(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Masks come from the attention context; a (T, T) mask over a pack is never built."""
-    return None
+    """Masks come from the attention context; a (T, T) mask over a pack is never built.
+
+    What a model would have masked is noted while :mod:`verl.models.support` listens.
+    """
+    if (heard := MASKS_ASKED.get()) is not None:
+        heard.append(kwargs["mask_function"])
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

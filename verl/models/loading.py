@@ -319,6 +319,11 @@ def _load(
         with without_bars():
             model, report = auto.from_pretrained(folder, **arguments, local_files_only=True, output_loading_info=True)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (attn_implementation,):
+            from verl.models.support import FIX
+
+            what = "the model brings an attention of its own, which VeRL cannot replace"
+            raise ModelError(what, config.model_type, FIX) from error
         raise ModelError(
             f"the model cannot be loaded: {_first_line(error)}",
             value=folder,

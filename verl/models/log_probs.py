@@ -5,6 +5,7 @@ Trainer and rollout engine share :func:`project` and ``torch.log_softmax`` so th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,48 @@ from verl.models.rows import RowRule, linear_rows
 CHUNK = 512  # tokens projected at once: 512 x 49,152 float32 logits are 100 MB
 
 
-def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, rule: RowRule) -> Tensor:
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does between its vocabulary projection and the softmax: x becomes softcap * tanh(scale x / softcap).
+
+    Computed in float32 here, whatever the model's dtype.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None  # None: scale * x
+
+    def apply(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def slope(self, tempered: Tensor, temperature: float) -> Tensor | float:
+        """The derivative of the tempered logits by x, from their values."""
+        if self.softcap is None:
+            return self.scale / temperature
+        return (1 - (tempered * (temperature / self.softcap)) ** 2) * (self.scale / temperature)
+
+
+def logit_rule(config: Any) -> LogitRule:
+    """The rule of a transformers model, by the names that Cohere, Granite and Gemma gave its parts."""
+    config = config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return LogitRule(float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+PLAIN = LogitRule()
+
+
+def project(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    rule: RowRule,
+    logits_of: LogitRule = PLAIN,
+) -> Tensor:
     """Tempered logits, at least float32.
 
     Args:
@@ -24,6 +66,7 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
         weight: (V, H) projection in the same dtype.
         temperature: divides the logits, one number or (N,); 0 (greedy) leaves them as they are.
         rule: row rule of the model.
+        logits_of: what the model does with its logits, before the temperature.
 
     Returns:
         (N, V) float32, a tensor of its own.
@@ -32,7 +75,7 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     fill = rule.padded(rows) - rows
     if fill:
         hidden = torch.cat([hidden, hidden.new_zeros(fill, hidden.shape[1])])
-    logits = linear_rows(hidden, weight, bias, rule)[:rows].to(wide_dtype(weight.dtype))
+    logits = logits_of.apply(linear_rows(hidden, weight, bias, rule)[:rows].to(wide_dtype(weight.dtype)))
     if isinstance(temperature, float | int):
         if temperature in (0, 1):
             return logits
@@ -43,7 +86,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 class _ResponseLogProbs(torch.autograd.Function):
     """Projection, log-softmax, gather and entropy, chunk by chunk; the backward projects each chunk again.
 
-    With p = softmax(z), z the tempered logits:  d log p_y / dz = onehot(y) - p,  dH / dz = -p (log p + H).
+    With p = softmax(z), z the tempered logits:  d log p_y / dz = onehot(y) - p,  dH / dz = -p (log p + H),
+    and dz / d(projection) is the slope of the logit rule over the temperature.
     """
 
     @staticmethod
@@ -55,16 +99,17 @@ class _ResponseLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         rule: RowRule,
+        logits_of: LogitRule,
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(targets.shape, dtype=wide_dtype(weight.dtype))
         entropy = torch.empty_like(log_probs)
         for start in range(0, targets.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
-            log_p = torch.log_softmax(project(hidden[part], weight, bias, temperature, rule), -1)
+            log_p = torch.log_softmax(project(hidden[part], weight, bias, temperature, rule, logits_of), -1)
             log_probs[part] = log_p.gather(1, targets[part, None])[:, 0]
             entropy[part] = _entropy(log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.temperature, ctx.rule = temperature, rule
+        ctx.temperature, ctx.rule, ctx.logits_of = temperature, rule, logits_of
         return log_probs, entropy
 
     @staticmethod
@@ -75,18 +120,20 @@ class _ResponseLogProbs(torch.autograd.Function):
         wide = wide_dtype(weight.dtype)  # chunks add up in float32
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        scale = 1.0 if ctx.temperature == 0.0 else 1.0 / ctx.temperature
         use_entropy = bool(grad_entropy.count_nonzero())
         for start in range(0, targets.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
-            log_p = torch.log_softmax(project(hidden[part], weight, bias, ctx.temperature, ctx.rule), -1)
+            logits = project(hidden[part], weight, bias, ctx.temperature, ctx.rule, ctx.logits_of)
+            slope = ctx.logits_of.slope(logits, ctx.temperature or 1.0)
+            log_p = torch.log_softmax(logits, -1)
+            del logits
             p = log_p.exp()
             grad = p * -grad_log_probs[part, None]
             if use_entropy:
                 inner = torch.where(p > 0, log_p + entropy[part, None], 0.0)  # 0 * -inf would be NaN
                 grad -= p * inner * grad_entropy[part, None]
             grad.scatter_add_(1, targets[part, None], grad_log_probs[part, None].to(grad.dtype))
-            grad = (grad * scale).to(hidden.dtype)
+            grad = (grad * slope).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
@@ -96,6 +143,7 @@ class _ResponseLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
             None,
             None,
             None,
@@ -111,7 +159,13 @@ def _entropy(log_p: Tensor) -> Tensor:
 
 
 def response_log_probs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rule: RowRule
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    rule: RowRule,
+    logits_of: LogitRule = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the target tokens and the entropy of their distributions under the tempered model.
 
@@ -121,8 +175,9 @@ def response_log_probs(
         targets: (M,) int64 token ids.
         temperature: sampling temperature; 0 means greedy sampling, whose log-probs are untempered.
         rule: row rule of the model.
+        logits_of: what the model does with its logits, before the temperature.
 
     Returns:
         log_probs (M,) and entropy (M,), float32 (float64 for a float64 model).
     """
-    return _ResponseLogProbs.apply(hidden, weight, bias, targets, temperature, rule)  # type: ignore[no-any-return]
+    return _ResponseLogProbs.apply(hidden, weight, bias, targets, temperature, rule, logits_of)  # type: ignore[no-any-return]

@@ -11,13 +11,10 @@ from transformers import PreTrainedModel
 from verl.errors import ModelError
 from verl.models.attention import AttentionContext
 from verl.models.full_kl import full_kl
-from verl.models.log_probs import project, response_log_probs
+from verl.models.log_probs import logit_rule, project, response_log_probs
 from verl.models.packed import PackedBatch, PackedContext
 from verl.models.rows import RowRule, apply_row_rule, choose_row_rule
 from verl.models.support import check_support
-
-# Decoders that change their logits between the projection and the softmax; the shared log-prob function does not.
-LOGIT_FEATURES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop")
 
@@ -34,11 +31,17 @@ class PolicyModel(nn.Module):
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(model).__name__} has no vocabulary projection", fix="use a causal language model")
-        for feature in LOGIT_FEATURES:
-            factor = getattr(model.config, feature, None)
-            if factor not in (None, 1.0):
-                raise ModelError(f"{type(model).__name__} uses {feature}, which VeRL does not support", factor)
         self.model = disable_dropout(model)
+        self.logits_of = logit_rule(model.config)
+
+    @cached_property
+    def key_shape(self) -> tuple[int, int]:
+        """Key-value heads and their width, as a forward shows them: configurations name them in many ways.
+
+        Raises:
+            ModelError: packed attention is not what this model needs.
+        """
+        return check_support(self.model)
 
     @cached_property
     def rows(self) -> RowRule:
@@ -47,6 +50,7 @@ class PolicyModel(nn.Module):
         Raises:
             ModelError: packed attention is not what this model needs.
         """
+        assert self.key_shape
         return _follow_row_rule(self.model)
 
     def forward(
@@ -59,7 +63,9 @@ class PolicyModel(nn.Module):
         """
         predictors = self.predictors(packed)
         head = self.model.get_output_embeddings()
-        found = response_log_probs(predictors, head.weight, head.bias, packed.targets, temperature, self.rows)
+        found = response_log_probs(
+            predictors, head.weight, head.bias, packed.targets, temperature, self.rows, self.logits_of
+        )
         if reference is None:
             return found
         with torch.no_grad():
@@ -80,7 +86,7 @@ class PolicyModel(nn.Module):
     def logits(self, hidden: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
         """(N, H) hidden states -> (N, V) tempered logits, the same bits as in :meth:`forward`."""
         head = self.model.get_output_embeddings()
-        return project(hidden, head.weight, head.bias, temperature, self.rows)
+        return project(hidden, head.weight, head.bias, temperature, self.rows, self.logits_of)
 
 
 class ValueModel(nn.Module):
@@ -104,6 +110,7 @@ class ValueModel(nn.Module):
     @cached_property
     def rows(self) -> RowRule:
         """See :attr:`PolicyModel.rows`."""
+        check_support(self.backbone)
         return _follow_row_rule(self.backbone)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -115,7 +122,6 @@ class ValueModel(nn.Module):
 
 
 def _follow_row_rule(model: PreTrainedModel) -> RowRule:
-    check_support(model)
     rule = choose_row_rule(model)
     apply_row_rule(model, rule)
     return rule

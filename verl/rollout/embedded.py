@@ -52,9 +52,6 @@ class EmbeddedEngine:
     ) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         config = policy.model.config.get_text_config()
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         weight = policy.model.get_output_embeddings().weight
         self.scheduler = Scheduler(
             max_num_seqs,
@@ -64,8 +61,7 @@ class EmbeddedEngine:
         )
         self._cache = KVCache(
             config.num_hidden_layers,
-            kv_heads,
-            head_size,
+            *policy.key_shape,
             policy.rows.padded(max_num_seqs),
             weight.dtype,
             model_device(policy),
