@@ -105,6 +105,10 @@ def test_one_response_is_greedy_and_json_is_all_that_is_printed(
     assert json.loads(capsys.readouterr().out) == results
     assert (results["temperature"], results["n"]) == (0.0, 1)
     assert list(results["overall"]["acc"]) == ["mean@1"]
+    bias = ["--logit-bias", '{"97": 100}', "--frequency-penalty", 2, "--min-new-tokens", 5]
+    biased = evaluate(tiny_model_dir, data, "--reward", reward, *bias, out="biased")
+    assert (biased["logit_bias"], biased["frequency_penalty"], biased["min_new_tokens"]) == ({"97": 100.0}, 2.0, 5)
+    assert {row.response for row in read_samples(Path("biased/samples.jsonl"))[0]} == {"aaaaa"}
 
 
 def test_a_prompt_may_be_as_long_as_the_model_has_room_for(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -249,6 +253,11 @@ def test_a_run_without_a_checkpoint(tmp_path: Path, data: Path, capsys: pytest.C
         (["--rule", "exact_match", "another.jsonl"], ["takes one data file"]),
         (["--rule", "exact_match", "--max-response-length", "4000"], ["2048 positions"]),
         (["--rule", "exact_match", "--top-p", "2"], ["at most 1"]),
+        (["--rule", "exact_match", "--min-p", "2"], ["rollout.val_kwargs.min_p", "at most 1"]),
+        (["--rule", "exact_match", "--logit-bias", '{"77777": 1}'], ["rollout.val_kwargs.logit_bias", "77777"]),
+        (["--rule", "exact_match", "rollout.stop_token_ids=[77777]"], ["rollout.stop_token_ids", "0 to 263"]),
+        (["--rule", "exact_match", "--min-new-tokens", "600"], ["min_new_tokens is more than", "512"]),
+        (["--rule", "exact_match", "rollout.val_kwargs.min_p=0.1"], ["an option such as --temperature"]),
         (["--rule", "exact_match", "--chat-template-kwargs", "[1]"], ["not a JSON object"]),
         ([], ["No built-in reward rule belongs to this data source"]),
     ],

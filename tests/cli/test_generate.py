@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,29 @@ def test_on_a_terminal_the_text_appears_as_it_grows(
     assert "".join(pieces) == whole and len([piece for piece in pieces if piece]) > 5
 
 
+def test_every_sampling_option_reaches_the_engine(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by what it makes of the same seeds: a banned token, no repetition, no early end, one token left."""
+
+    def said(*options: Any) -> list[list[int]]:
+        assert generate(tiny_model_dir, "--input", "p.txt", "--ids", "--temperature", 1, "-n", 8, *options) == 0
+        return [row["response_ids"] for row in lines(capsys.readouterr().out)]
+
+    Path("p.txt").write_text("hello\n")
+    plain = said()
+    often = Counter(token for ids in plain for token in ids).most_common(1)[0][0]
+    assert all(often not in ids for ids in said("--logit-bias", json.dumps({often: -100})))
+    assert said("--logit-bias", json.dumps({often: 100})) == [[often] * 6] * 8
+    bias = ["--logit-bias", json.dumps(dict.fromkeys(range(40, 46), 20))]
+    assert any(len(set(ids)) < len(ids) for ids in said(*bias))
+    for option, value in (("frequency", 2), ("presence", 2), ("repetition", 9)):
+        with_penalty = said(*bias, f"--{option}-penalty", value)
+        assert with_penalty != said(*bias), option
+    end = json.dumps({load_tokenizer(tiny_model_dir).eos_token_id: 20})
+    assert said("--logit-bias", end) == [[load_tokenizer(tiny_model_dir).eos_token_id]] * 8
+    assert {len(ids) for ids in said("--logit-bias", end, "--min-new-tokens", 3)} == {4}
+    assert len({tuple(ids) for ids in said("--min-p", 1)}) == 1 < len({tuple(ids) for ids in plain})
+
+
 def test_a_prompt_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_tiny(tmp_path / "short", hidden_size=16, max_positions=16)
     Path("p.txt").write_text("ok\n" + "x" * 16 + "\nfine\n")
@@ -118,6 +142,15 @@ def test_ctrl_c_keeps_what_is_done(
         (["--prompt", "x", "--raw", "--system", "s"], ["no place for a system message"]),
         (["--prompt", "x", "--out", "no/such/file"], ["the folder of --out does not exist"]),
         (["--prompt", "x", "--out", "."], ["--out names a folder"]),
+        (["--prompt", "x", "--min-new-tokens", "7"], ["min_new_tokens", "from 0 to 6"]),
+        (["--prompt", "x", "--min-p", "nan"], ["min_p", "from 0 to 1"]),
+        (["--prompt", "x", "--repetition-penalty", "-1"], ["repetition_penalty", "above 0"]),
+        (["--prompt", "x", "--presence-penalty", "x"], ["'x' is not a number"]),
+        (["--prompt", "x", "--top-k", "-3"], ["top_k", "-1 (off)"]),
+        (["--prompt", "x", "--logit-bias", "[5]"], ["not a JSON object"]),
+        (["--prompt", "x", "--logit-bias", '{"a": 1}'], ["does not give numbers by token id"]),
+        (["--prompt", "x", "--logit-bias", '{"5": NaN}'], ["logit_bias", "finite"]),
+        (["--prompt", "x", "--logit-bias", '{"99999": 1}'], ["99999", "no token of the model"]),
     ],
 )
 def test_wrong_words(

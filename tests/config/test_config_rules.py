@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.config import BatchPlan, Config, SamplingPlan, load_config
+from verl.config import BatchPlan, Config, SamplingPlan, build_config, load_config
 from verl.errors import ConfigError
 
 SIZES = {"data.train_batch_size": 32, "actor.ppo_mini_batch_size": 16, "rollout.n": 8}
@@ -182,6 +182,16 @@ def test_validation_sampling_is_its_own():
     assert loaded.config.validation_sampling == SamplingPlan(0.6, 0.9, 20, 4)
     assert loaded.config.training_sampling == SamplingPlan(0.7, 1.0, -1, 8)
     assert loaded.notices == []
+    more = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    more |= {"logit_bias": {11: -5.0}, "min_new_tokens": 3}
+    loaded = load(*(f"rollout.val_kwargs.{name}={value}" for name, value in more.items()))
+    assert loaded.config.validation_sampling == SamplingPlan(0.0, 1.0, -1, 1, **more)
+    again = build_config(loaded.config.model_dump(mode="json"))
+    assert again.validation_sampling.logit_bias == {11: -5.0}
+    error = refused("rollout.val_kwargs.min_new_tokens=513")
+    assert "data.max_response_length" in error.what and error.value == "513 > 512"
+    assert "never negative" in refused("rollout.val_kwargs.logit_bias={-1: 2}").what
+    assert refused("rollout.val_kwargs.logit_bias={x: 2}").what.startswith("rollout.val_kwargs.logit_bias")
 
 
 def test_validation_do_sample():

@@ -197,7 +197,12 @@ def test_an_older_micro_batch_size_that_does_not_fit(overrides, complaint, value
         ("reward_model.reward_manager=prime", "this reward manager is not supported yet"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollout is not supported yet"),
         ("rollout.repetition_penalty=1.1", "the model's own distribution"),
+        ("rollout.presence_penalty=0.1", "the model's own distribution"),
+        ("rollout.frequency_penalty=-0.1", "the model's own distribution"),
         ("rollout.min_p=0.1", "the model's own distribution"),
+        ("rollout.logit_bias.5=1", "the model's own distribution"),
+        ("rollout.min_tokens=3", "the model's own distribution"),
+        ("rollout.min_new_tokens=3", "the model's own distribution"),
         ("trainer.mode=async", "schedules other than sync are not supported yet"),
     ],
 )

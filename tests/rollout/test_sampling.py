@@ -23,9 +23,21 @@ LAST = 1 - 2**-24  # the largest uniform number that is drawn
 
 def draw(logits: Tensor, uniform: float | Tensor, **sampling: Any) -> SampledTokens:
     """Every row with the same parameters."""
-    n, size = logits.shape
-    rows = RowParameters([SamplingParams(8, **sampling)] * n, size, torch.device("cpu"))
-    return sample(logits, torch.as_tensor(uniform, dtype=torch.float32).expand(n), rows)
+    n = len(logits)
+    return sample(
+        logits,
+        torch.as_tensor(uniform, dtype=torch.float32).expand(n),
+        rows([SamplingParams(8, **sampling)] * n, logits),
+    )
+
+
+def rows(
+    kinds: Sequence[SamplingParams], logits: Tensor, prompt: Sequence[int] = (1, 2), ids: Sequence[int] = ()
+) -> RowParameters:
+    found = drafts(*kinds, prompt=prompt)
+    for draft in found:
+        draft.ids += ids
+    return RowParameters(found, logits.shape[1], torch.device("cpu"))
 
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0]])  # probabilities .665241, .244728, .090031
@@ -119,9 +131,11 @@ def kept_set(probs: list[float], top_p: float, top_k: int) -> set[int]:
     st.integers(-1, 13),
 )
 def test_kept_sets(weights: list[int], top_p: float, top_k: int) -> None:
-    probs = torch.tensor([weights], dtype=torch.float64)
+    n, probs = len(weights), torch.tensor([weights], dtype=torch.float64)
     probs = probs / probs.sum()
-    kept, log_mass = truncate(probs.float(), torch.tensor([top_p]), torch.tensor([top_k if top_k > 0 else 13]))
+    kept, log_mass = truncate(
+        probs.float(), torch.tensor([top_p]), torch.tensor([top_k if 0 < top_k < n else n]), torch.zeros(1)
+    )
     expected = kept_set(probs[0].tolist(), top_p, top_k)
     found = set(kept[0].nonzero()[:, 0].tolist())
     if found != expected:  # top-p lies on a border, to float32's precision
@@ -134,7 +148,7 @@ def test_kept_sets(weights: list[int], top_p: float, top_k: int) -> None:
 
 def test_top_k_keeps_its_tokens_however_unlikely() -> None:
     probs = torch.tensor([[0.999999, 1e-10, 1e-11, 1e-12]])
-    kept, _ = truncate(probs, torch.tensor([1.0]), torch.tensor([3]))
+    kept, _ = truncate(probs, torch.tensor([1.0]), torch.tensor([3]), torch.zeros(1))
     assert (kept > 0).tolist() == [[True, True, True, False]]
 
 
@@ -157,22 +171,36 @@ def test_what_parameters_mean() -> None:
 
 
 def test_rows_of_all_kinds_side_by_side() -> None:
-    """A row's outcome is that of the row alone: tokens, log-probs and mass, to the bit."""
+    """A row's outcome is that of the row alone: tokens, log-probs and mass, to the bit, on any number of threads."""
     generator = torch.Generator().manual_seed(4)
-    for size in (37, 50257):
-        n = 24
-        logits = torch.randn(n, size, generator=generator) * 3
+    threads = torch.get_num_threads()
+    for size, spread in ((37, 3.0), (50257, 3.0), (50257, 0.01)):  # the last: its kept sets are large
+        n = 60
+        logits = torch.randn(n, size, generator=generator) * spread
         uniform = torch.rand(n, generator=generator)
-        parameters = [
-            SamplingParams(8, float(i % 3 > 0), top_p=[1.0, 0.9, 0.4, 1.0][i % 4], top_k=[-1, 7, 0, 30, 1][i % 5])
+        kinds = [
+            SamplingParams(
+                8,
+                float(i % 3 > 0),
+                top_p=[1.0, 0.9, 0.4, 1.0][i % 4],
+                top_k=[-1, 7, 0, 30, 1][i % 5],
+                min_p=0.02 * (i % 7 == 3),
+                repetition_penalty=[1.0, 1.3][i % 2],
+                frequency_penalty=0.5 * (i % 11 == 0),
+                logit_bias={5: 3.0} if i % 13 == 0 else {},
+                min_new_tokens=5 * (i % 6 == 1),
+            )
             for i in range(n)
         ]
-        together = sample(logits, uniform, RowParameters(parameters, size, torch.device("cpu")))
+        torch.set_num_threads(2)
+        together = sample(logits, uniform, rows(kinds, logits, ids=[3, 3, 9]))
+        torch.set_num_threads(1)
         for i in range(n):
             row = slice(i, i + 1)
-            alone = sample(logits[row].clone(), uniform[row], RowParameters(parameters[row], size, torch.device("cpu")))
+            alone = sample(logits[row].clone(), uniform[row], rows(kinds[row], logits, ids=[3, 3, 9]))
             for name in ("tokens", "log_probs", "kept_log_mass"):
                 assert torch.equal(getattr(alone, name), getattr(together, name)[row]), (size, i, name)
+    torch.set_num_threads(threads)
 
 
 def test_logits_that_are_not_finite_show_in_the_log_prob() -> None:
@@ -197,7 +225,9 @@ def test_a_draw_at_the_very_end_is_the_last_token_that_has_mass() -> None:
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.49, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1e-9, 1)])
 def test_top_p_stops_as_soon_as_it_is_reached(top_p: float, kept: int) -> None:
-    found, _ = truncate(torch.tensor([[0.25, 0.5, 0.125, 0.125]]), torch.tensor([top_p]), torch.tensor([4]))
+    found, _ = truncate(
+        torch.tensor([[0.25, 0.5, 0.125, 0.125]]), torch.tensor([top_p]), torch.tensor([4]), torch.zeros(1)
+    )
     assert int((found > 0).sum()) == kept and found[0, 1] == 0.5
 
 
@@ -210,7 +240,7 @@ def drafts(*kinds: SamplingParams, prompt: Sequence[int] = (1, 2)) -> list[Draft
 def test_parameters_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read once while the rows stay, and again for every row that comes, goes or moves."""
     sampler = Sampler(50, torch.device("cpu"))
-    rows = drafts(
+    all_rows = drafts(
         SamplingParams(8, 0.5, seed=3), SamplingParams(8, 0.0), SamplingParams(8, 2.0, top_k=4, seed=2**64 - 1)
     )
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
@@ -220,12 +250,12 @@ def test_parameters_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         RowParameters, "__init__", lambda self, p, *more: (made.append(len(p)), original(self, p, *more))[0]
     )
     for chosen in ([0, 1, 2], [2, 1], [1, 0, 2], [0, 1, 2]):
-        present = [rows[i] for i in chosen]
+        present = [all_rows[i] for i in chosen]
         for _ in range(3):
             assert sampler.temperatures(present).tolist() == [[0.5, 0.0, 2.0][i] for i in chosen]
             drawn = sampler.draw(logits[chosen], present)
             for place, i in enumerate(chosen):
-                alone = Sampler(50, torch.device("cpu")).draw(logits[[i]], [rows[i]])
+                alone = Sampler(50, torch.device("cpu")).draw(logits[[i]], [all_rows[i]])
                 assert alone.tokens[0] == drawn.tokens[place] and alone.log_probs[0] == drawn.log_probs[place]
             for draft, token in zip(present, drawn.tokens.tolist(), strict=True):
                 draft.append(token, 0.0, 0, 0.0)

@@ -232,12 +232,12 @@ def test_b060_b065_inputs_are_checked_before_a_worker_starts(
 
 def test_the_critics_positions_count_too(tmp_path: Path, tiny_model_dir: Path) -> None:
     from verl.models.tiny import build_tiny
-    from verl.trainer.run import check_positions
+    from verl.trainer.run import check_model_limits
 
     short = build_tiny(tmp_path / "short", hidden_size=32, max_positions=29)
     settings = {"algorithm": {"adv_estimator": "gae"}, "critic": {"model": {"path": str(short)}}}
     with pytest.raises(ConfigError, match="more than the 29 positions") as caught:
-        check_positions(tiny_config(tmp_path, tiny_model_dir, settings))
+        check_model_limits(tiny_config(tmp_path, tiny_model_dir, settings))
     assert caught.value.value == "30 tokens"
-    check_positions(tiny_config(tmp_path, tiny_model_dir, settings, {"data": {"max_response_length": 5}}))
-    check_positions(tiny_config(tmp_path, tiny_model_dir, settings, {"algorithm": {"adv_estimator": "grpo"}}))
+    check_model_limits(tiny_config(tmp_path, tiny_model_dir, settings, {"data": {"max_response_length": 5}}))
+    check_model_limits(tiny_config(tmp_path, tiny_model_dir, settings, {"algorithm": {"adv_estimator": "grpo"}}))

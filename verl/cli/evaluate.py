@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, common, positive, settings
-from verl.cli.sampling import add_sampling, chosen_temperature
+from verl.cli.sampling import add_sampling, sampling_choices
 from verl.errors import ConfigError, VerlError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _BY_OPTION = {
     "data.val_files": "DATA",
     "data.val_max_samples": "--limit",
     "rollout.val_kwargs.n=": "-n",
-    "rollout.val_kwargs.": "--temperature, --top-p or --top-k",
+    "rollout.val_kwargs.": "an option such as --temperature or --top-p",
     "trainer.seed": "--seed",
 }
 
@@ -155,9 +155,7 @@ def evaluation_config(arguments: argparse.Namespace, model: ModelSource | None) 
     run = model.run.config if model is not None and model.run is not None and model.run.config.exists() else None
     needed = [] if run else ["model.path=-", "data.train_files=-"]  # replaced below
     tree = load_config(run, [*needed, *words]).config.model_dump(mode="json")
-    greedy_or_not = {"temperature": chosen_temperature(arguments), "do_sample": None}
-    tree["rollout"]["val_kwargs"] |= {"n": arguments.n, "top_p": arguments.top_p, "top_k": arguments.top_k}
-    tree["rollout"]["val_kwargs"] |= greedy_or_not
+    tree["rollout"]["val_kwargs"] |= {"n": arguments.n, "do_sample": None, **sampling_choices(arguments)}
     files = [arguments.data]
     tree["data"] |= {"train_files": files, "val_files": files, "val_max_samples": arguments.limit or -1}
     tree["model"]["path"] = model.path if model is not None else "-"

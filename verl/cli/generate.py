@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from verl.cli.arguments import Commands, common, positive
-from verl.cli.sampling import add_sampling, chosen_temperature
+from verl.cli.sampling import add_sampling, sampling_choices
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,16 +67,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     from verl.rollout.offline import as_chats, load_engine, requests_for, stream
     from verl.rollout.protocol import SamplingParams
 
+    sampling = SamplingParams(arguments.max_new_tokens, stop=tuple(arguments.stop), **sampling_choices(arguments))
     out, rows = _out(arguments.out), _prompts(arguments)
     with without_bars(), opened_model(arguments.model) as model:
         tokenizer = load_tokenizer(model.path, arguments.trust_remote_code)
-        sampling = SamplingParams(
-            arguments.max_new_tokens,
-            chosen_temperature(arguments),
-            arguments.top_p,
-            arguments.top_k,
-            stop=tuple(arguments.stop),
-        )
         asked = rows if arguments.raw else as_chats(rows, arguments.system)
         requests = requests_for(asked, tokenizer, sampling, arguments.n, arguments.seed, arguments.chat_template_kwargs)
         engine = load_engine(

@@ -70,6 +70,7 @@ MISNOMERS = {
     "algorithm.kl_coef": "algorithm.kl_ctrl.kl_coef",
     "rollout.num_return_sequences": "rollout.n",
     "rollout.max_new_tokens": "data.max_response_length",
+    "rollout.val_kwargs.min_tokens": "rollout.val_kwargs.min_new_tokens",
     "trainer.epochs": "trainer.total_epochs",
     "trainer.steps": "trainer.total_training_steps",
     "trainer.max_steps": "trainer.total_training_steps",

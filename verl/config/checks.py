@@ -99,6 +99,12 @@ def _validation(config: Config) -> Iterator[Problem]:
             "do_sample true, temperature 0",
             "set rollout.val_kwargs.temperature above 0, or leave do_sample out",
         )
+    if val.min_new_tokens > config.data.max_response_length:
+        yield Problem(
+            "rollout.val_kwargs.min_new_tokens is more than data.max_response_length; both count tokens",
+            f"{val.min_new_tokens} > {config.data.max_response_length}",
+            f"set rollout.val_kwargs.min_new_tokens to at most {config.data.max_response_length}",
+        )
 
 
 def _kl(config: Config) -> Iterator[Problem]:

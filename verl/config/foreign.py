@@ -147,7 +147,8 @@ NO_MEANING = (
 
 _COMPUTE_TYPES = ("bfloat16", "bf16", "float32", "fp32", "auto", None)
 _DTYPE_FIX = "set model.dtype=float16, the compute type of trainer and engine alike"
-_LAW = "training sampling must follow the model's own distribution; this setting changes it"
+_LAW = "training must sample the model's own distribution, of which the trainer takes log-probs; this changes it"
+_LAW_FIX = "remove it, or set it under rollout.val_kwargs, which acts on validation alone"
 
 NOT_YET = (
     NotYet("training.optimizer.type", ("adamw", "adam"), "AdamW is the only optimizer", "use AdamW"),
@@ -183,12 +184,10 @@ NOT_YET = (
     NotYet("rollout.dtype", _COMPUTE_TYPES, "float16 is chosen elsewhere", _DTYPE_FIX),
     NotYet("*.fsdp_config.*dtype", _COMPUTE_TYPES, "float16 is chosen elsewhere", _DTYPE_FIX),
     NotYet("rollout.do_sample", (True, None), "training always samples: greedy responses of a group are all the same"),
-    NotYet("rollout.repetition_penalty", (1, 1.0, None), _LAW),
-    NotYet("rollout.presence_penalty", (0, 0.0, None), _LAW),
-    NotYet("rollout.frequency_penalty", (0, 0.0, None), _LAW),
-    NotYet("rollout.min_p", (0, 0.0, None), _LAW),
-    NotYet("rollout.min_tokens", (0, None), _LAW),
-    NotYet("rollout.logit_bias", (None, {}), _LAW),
+    NotYet("rollout.repetition_penalty", (1, 1.0, None), _LAW, _LAW_FIX),
+    *(NotYet(f"rollout.{name}", (0, 0.0, None), _LAW, _LAW_FIX)
+      for name in ("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "min_new_tokens")),
+    NotYet("rollout.logit_bias.*", (None, {}), _LAW, _LAW_FIX),
     NotYet("trainer.mode", ("sync",), "schedules other than sync are not supported yet"),
     NotYet("async_training.*", (), "asynchronous training is not supported yet"),
     NotYet("trainer.val_only", (False, None), "validation without training is not supported yet"),

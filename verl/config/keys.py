@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -44,7 +44,7 @@ def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Field
 def _keys(schema: type[Section]) -> tuple[dict[str, FieldInfo], dict[str, FieldInfo], frozenset[str]]:
     values = {key: field for key, field, inner in _walk(schema) if not inner}
     groups = {key: field for key, field, inner in _walk(schema) if inner}
-    return values, groups, frozenset(key for key, field in values.items() if Any in get_args(field.annotation))
+    return values, groups, frozenset(key for key, field in values.items() if get_origin(field.annotation) is dict)
 
 
 def leaves() -> dict[str, FieldInfo]:

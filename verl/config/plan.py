@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class SamplingPlan:
         top_k: number of tokens kept, -1 for all.
         n: responses for each prompt.
         greedy_baseline: one greedy response more for each prompt, with index -1, which is not trained on.
+        min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_new_tokens: see
+            :class:`verl.rollout.protocol.SamplingParams`.
     """
 
     temperature: float
@@ -43,3 +46,9 @@ class SamplingPlan:
     top_k: int
     n: int
     greedy_baseline: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0

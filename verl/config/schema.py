@@ -116,7 +116,8 @@ class Config(Section):
     def validation_sampling(self) -> SamplingPlan:
         """What the engine is asked for in validation; temperature 0 when greedy."""
         val = self.rollout.val_kwargs
-        return SamplingPlan(0.0 if val.greedy else val.temperature, val.top_p, val.top_k, val.n)
+        given = {name: getattr(val, name) for name in type(val).model_fields if name != "do_sample"}
+        return SamplingPlan(**given | {"temperature": 0.0 if val.greedy else val.temperature})
 
     def total_training_steps(self, num_prompts: int) -> int:
         """Training steps of the run over a training set of ``num_prompts`` prompts (after filtering).

@@ -30,6 +30,14 @@ from verl.config.problems import Problem
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
 
+TokenId = Annotated[int, Unit("token ids")]
+
+
+def no_negative_id(value: Any) -> Any:
+    if any(token < 0 for token in value):
+        raise FieldProblem("a token id is never negative", "leave the negative id out")
+    return value
+
 
 class ValSamplingConfig(Section):
     """Sampling in validation: its own, never the training values."""
@@ -40,9 +48,29 @@ class ValSamplingConfig(Section):
     top_p: Share = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass; 1: all.")
     top_k: TopK = Field(-1, description="Keep so many of the likeliest tokens; -1 (or 0, or null): all; 1: greedy.")
     n: Responses = Field(1, ge=1, description="Responses for each validation prompt.")
+    min_p: Share = Field(
+        0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest; 0: all."
+    )
+    repetition_penalty: Number = Field(
+        1.0, gt=0, description="Above 1: tokens that prompt or response have become less likely (CTRL); 1: off."
+    )
+    presence_penalty: Number = Field(
+        0.0, ge=-2, le=2, description="Taken from the logits of tokens that the response has; 0: off."
+    )
+    frequency_penalty: Number = Field(
+        0.0, ge=-2, le=2, description="Taken from a token's logit as often as the response has it; 0: off."
+    )
+    logit_bias: dict[TokenId, Number] = Field(
+        default_factory=dict, description="Added to the logits, by token id, such as {11: -5}."
+    )
+    min_new_tokens: Tokens = Field(
+        0, ge=0, description="Responses do not end before so many tokens, by end token, stop id or stop text."
+    )
     do_sample: bool | None = Field(
         None, description="false: greedy whatever the temperature; null: sample when the temperature is above 0."
     )
+
+    _no_negative_bias = field_validator("logit_bias")(no_negative_id)
 
     @property
     def greedy(self) -> bool:
@@ -71,7 +99,7 @@ class RolloutConfig(Section):
         8192, ge=1, description="Most tokens that the engine feeds the model at once."
     )
     stop: StringList = Field(default_factory=list, description="Texts after which a response ends.")
-    stop_token_ids: list[Annotated[int, Unit("token ids")]] = Field(
+    stop_token_ids: list[TokenId] = Field(
         default_factory=list, description="Token ids that end a response, beside the model's own end tokens."
     )
     ignore_eos: bool = Field(False, description="Go on after the model's end token, up to max_response_length.")
@@ -84,12 +112,7 @@ class RolloutConfig(Section):
             raise FieldProblem("an empty stop text would end every response at once", "leave the empty text out")
         return value
 
-    @field_validator("stop_token_ids")
-    @classmethod
-    def _token_ids(cls, value: list[int]) -> list[int]:
-        if any(token < 0 for token in value):
-            raise FieldProblem("a token id is never negative", "leave the negative id out")
-        return value
+    _no_negative_stop = field_validator("stop_token_ids")(no_negative_id)
 
 
 class KlControlConfig(Section):

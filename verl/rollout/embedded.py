@@ -73,6 +73,8 @@ class EmbeddedEngine:
         self._prefilled = self._decoded = self._finished = 0
 
     def submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.sampling.check_ids(self._sampler.vocabulary)
         self._refused += self.scheduler.submit(requests)
 
     @torch.no_grad()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -37,6 +38,9 @@ class Slot:
 class SamplingParams:
     """How one response is sampled.
 
+    The model's logits z become the distribution that is sampled in this order: bias, repetition penalty, presence and
+    frequency penalty, forced length, temperature; then top-k, top-p (of what top-k left) and min-p cut it off.
+
     Attributes:
         max_new_tokens: at most this many tokens are sampled.
         temperature: divides the logits; 0 is greedy.
@@ -46,6 +50,16 @@ class SamplingParams:
         stop: strings that end the response; the token that completes one is kept.
         stop_token_ids: tokens that end the response besides the model's own end tokens.
         ignore_eos: the model's own end tokens do not end the response.
+        min_p: only tokens at least this share as likely as the likeliest are kept, 0 (off) to 1 (Nguyen et al., 2024).
+        repetition_penalty: divides positive and multiplies negative z of tokens that prompt or response have; 1 is off
+            (Keskar et al., 2019: CTRL).
+        presence_penalty: taken from z of tokens that the response has, -2 to 2; 0 is off.
+        frequency_penalty: taken from z as often as the response has the token, -2 to 2; 0 is off.
+        logit_bias: added to z, by token id.
+        min_new_tokens: before so many tokens neither an end token is sampled nor a stop string heeded.
+
+    Raises:
+        EngineError: a value outside its range.
     """
 
     max_new_tokens: int
@@ -56,6 +70,33 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, rule in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < inf, "at least 0 and finite"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k is None or self.top_k >= -1, "-1 (off) or at least 1"),
+            ("seed", 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
+            ("stop", not isinstance(self.stop, str) and "" not in self.stop, "texts, none of them empty"),
+            ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "ids of at least 0"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "above 0 and finite (1 is off)"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2 (0 is off)"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2 (0 is off)"),
+            ("logit_bias", all(map(isfinite, self.logit_bias.values())), "finite numbers, by token id"),
+            ("logit_bias", all(i >= 0 for i in self.logit_bias), "by ids of at least 0"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, f"from 0 to {self.max_new_tokens}"),
+        ):
+            if not good:
+                what = f"the sampling parameter {name} is out of range"
+                raise EngineError(what, getattr(self, name), f"it must be {rule}")
 
     @property
     def greedy(self) -> bool:
@@ -64,7 +105,24 @@ class SamplingParams:
     @property
     def truncated(self) -> bool:
         """Whether tokens outside a kept set can never be sampled (greedy apart)."""
-        return not self.greedy and (self.top_p < 1.0 or (self.top_k or -1) > 0)
+        return not self.greedy and (self.top_p < 1.0 or (self.top_k or -1) > 0 or self.min_p > 0.0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty asks which tokens there are already."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether it is not the model's own distribution that is sampled, truncation apart."""
+        return self.counts_tokens or bool(self.logit_bias) or self.min_new_tokens > 0
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Raise EngineError for a token id that a model with so many tokens does not have."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            if ids and max(ids) >= vocabulary:
+                what = f"the sampling parameter {name} has an id that is no token of the model"
+                raise EngineError(what, max(ids), f"its ids are 0 to {vocabulary - 1}")
 
 
 @dataclass(frozen=True)
@@ -99,7 +157,8 @@ class Result:
         finish_reason: ``stop``, ``length`` (cut at the limit, nothing put in place of an end), ``abort``, or
             ``refused`` (the prompt leaves no room for a single token).
         timings: seconds, by name.
-        kept_log_mass: (R,) log of the probability mass that top-p and top-k kept; None where they are off.
+        kept_log_mass: (R,) log of the probability mass that top-k, top-p and min-p kept (of the distribution that the
+            penalties left); None where they are off.
     """
 
     slot: Slot

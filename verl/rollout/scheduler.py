@@ -11,6 +11,7 @@ import numpy as np
 
 from verl.errors import EngineError
 from verl.rollout.protocol import FinishReason, Request, Result, Slot
+from verl.rollout.text import UNFINISHED
 
 # Tokens that are decoded again to look for a stop string that spans token borders, beyond the string's own bytes
 # (a token may be a single byte of a character): the first ones of a window may decode to nothing by themselves.
@@ -54,11 +55,14 @@ class Sequence:
         """Why the response ends with its last token, or None. A stop wins over the length limit."""
         if self.ids[-1] in self.end_tokens:
             return "stop"
-        stops = self.request.sampling.stop
-        if stops:
+        stops, least = self.request.sampling.stop, self.request.sampling.min_new_tokens
+        if stops and len(self.ids) > least:
             longest = max(len(stop.encode("utf-8", "surrogatepass")) for stop in stops)
-            tail = decode(self.ids[-(longest + STOP_WINDOW) :])
-            if any(stop in tail for stop in stops):
+            start = max(len(self.ids) - longest - STOP_WINDOW, 0)
+            tail = decode(self.ids[start:])
+            # What was complete within the forced length is text like any other.
+            old = len(decode(self.ids[start:least]).rstrip(UNFINISHED)) if least > start else 0
+            if any(stop in tail[max(old - len(stop) + 1, 0) :] for stop in stops):
                 return "stop"
         return "length" if len(self.ids) >= self.max_new_tokens else None
 

@@ -24,7 +24,7 @@ from verl.trainer.group_metrics import (
     graded_rows,
     score_estimates,
 )
-from verl.trainer.run import check_positions
+from verl.trainer.run import check_model_limits
 from verl.trainer.sampling import Sampler
 
 PROMPTS_AT_ONCE = 64  # scored together, where data.val_batch_size does not say
@@ -46,7 +46,7 @@ class ModelEvaluation:
     """
 
     def __init__(self, config: Config) -> None:
-        check_positions(config)
+        check_model_limits(config)
         self.config, self.plan = config, config.validation_sampling
         data, model = config.data, config.model
         self._tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)

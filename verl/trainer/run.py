@@ -58,7 +58,7 @@ class Inputs:
         find_policy_loss(config.actor.policy_loss)
         find_estimator(config.algorithm, reread=True)
         data = config.data
-        check_positions(config)
+        check_model_limits(config)
         with naming("model.tokenizer_path" if config.model.tokenizer_path else None):
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
         training = PromptDataset.load(data.train_files, data, tokenizer, data.train_max_samples)
@@ -195,8 +195,8 @@ def naming(key: str | None) -> Iterator[None]:
         raise ModelError(f"{key}: {error.what}", error.value, error.fix) from error
 
 
-def check_positions(config: Config) -> None:
-    """Refuse sequences that are longer than the model (or the critic's model) has positions.
+def check_model_limits(config: Config) -> None:
+    """Refuse sequences longer than the model (or the critic's model) has positions, and token ids that it lacks.
 
     Raises:
         ConfigError: they are.
@@ -214,6 +214,15 @@ def check_positions(config: Config) -> None:
                 f"{longest} tokens",
                 f"lower one of them until their sum is at most {limit}",
             )
+    vocabulary = load_config(config.model.path, config.model.trust_remote_code).get_text_config().vocab_size
+    rollout = config.rollout
+    for key, ids in (
+        ("rollout.stop_token_ids", rollout.stop_token_ids),
+        ("rollout.val_kwargs.logit_bias", rollout.val_kwargs.logit_bias),
+    ):
+        if ids and max(ids) >= vocabulary:
+            fix = f"its token ids are 0 to {vocabulary - 1}"
+            raise ConfigError(f"{key} has an id that is no token of {config.model.path}", max(ids), fix)
 
 
 def find_checkpoint(config: Config | SupervisedConfig, store: CheckpointStore, run_dir: RunDir) -> Checkpoint | None:

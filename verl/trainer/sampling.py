@@ -66,6 +66,12 @@ class Sampler:
             stop=tuple(rollout.stop),
             stop_token_ids=tuple(rollout.stop_token_ids),
             ignore_eos=rollout.ignore_eos,
+            min_p=self.plan.min_p,
+            repetition_penalty=self.plan.repetition_penalty,
+            presence_penalty=self.plan.presence_penalty,
+            frequency_penalty=self.plan.frequency_penalty,
+            logit_bias=self.plan.logit_bias,
+            min_new_tokens=self.plan.min_new_tokens,
         )
 
     def assemble(self, prompts: DataProto, results: Sequence[Result]) -> DataProto:
