@@ -205,6 +205,19 @@ def test_settings_that_do_not_fit(files: Path, settings: dict[str, Any], message
         config_in(files, "tiny-llama", files / "x", **settings)
 
 
+def test_a_file_of_the_other_kind_is_named_as_such(
+    sft_run: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = sft_run
+    assert main(["train", str(run)]) == 2
+    assert "this is a configuration of supervised training" in capsys.readouterr().err
+    example = Path(__file__).parents[2] / "examples" / "tiny" / "ppo.yaml"
+    assert main(["sft", str(example)]) == 2
+    assert "this is a configuration of RL training" in capsys.readouterr().err
+    assert main(["run", "show", str(run)]) == 0
+    assert "sft, 10 examples a step, seed 1" in capsys.readouterr().out
+
+
 def test_an_example_that_is_longer_than_the_model_is_refused(files: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
     settings = {"data.max_length": 4096, "data.max_token_len_per_gpu": 4096}
     with pytest.raises(ConfigError, match="data.max_length is more than the 2048 positions"):

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,11 +97,14 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from verl.cli.progress import progress
     from verl.models.quiet import without_bars
     from verl.trainer.offline_evaluation import ModelEvaluation
+    from verl.trainer.run_models import opened
 
     plain = arguments.plain or arguments.json
-    with without_bars(), opened_model(arguments.model) as model:
+    with ExitStack() as stack:
+        stack.enter_context(without_bars())
+        model = stack.enter_context(opened_model(arguments.model))
         config = evaluation_config(arguments, model)
-        evaluation = ModelEvaluation(config)
+        evaluation = ModelEvaluation(stack.enter_context(opened(config)))
         if evaluation.left_out:
             print(f"note: {evaluation.left_out} rows cannot be used and are left out", file=sys.stderr)
         if evaluation.plan.n > 1 and evaluation.plan.temperature == 0:

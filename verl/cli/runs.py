@@ -128,6 +128,8 @@ def print_run(console: Console, run: RunDescription) -> None:
     if facts.get("model"):
         say("model", f"{facts['model']} ({facts.get('dtype', '?')})")
         size = f"{facts.get('prompts_a_step', '?')} prompts x {facts.get('responses_a_prompt', '?')} responses a step"
+        if "examples_a_step" in facts:
+            size = f"{facts['examples_a_step']} examples a step"
         say("algorithm", f"{facts.get('algorithm', '?')}, {size}, seed {facts.get('seed', '?')}")
     for label, key in (("data", "train_files"), ("held-out", "val_files")):
         if facts.get(key):
@@ -135,7 +137,7 @@ def print_run(console: Console, run: RunDescription) -> None:
             say(label, ", ".join(map(str, files)) if isinstance(files, list) else str(files))
     if seen.started is not None:
         say("started", _when(seen.started))
-    if run.summary.reward_first is not None:
+    if run.curves:
         console.print()
     for name, values in run.curves.items():
         label = {"val": "held-out", "grad": "grad norm"}.get(name, name)

@@ -36,7 +36,7 @@ from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
 from verl.training.optimizer import MasterWeights, Optimizer
 from verl.training.reference import Reference
-from verl.training.reward_model import RewardModel
+from verl.training.reward_model import load_reward_model
 from verl.training.saving import load_trained, save_trained
 
 
@@ -82,7 +82,7 @@ class Worker:
             stop_ids(config.model.path, self._tokenizer),
         )
         self._critic = self._load_critic(dtype, device) if config.uses_critic else None
-        model = self._load_reward_model(dtype, device) if config.reward.model.path is not None else None
+        model = load_reward_model(config, device, self._tokenizer)
         self._scorer = RuleScorer(config.reward, self._tokenizer.decode, self._reward, model)
         return check_parity(
             self._engine,
@@ -111,15 +111,6 @@ class Worker:
         model = ValueModel(self._load(path, torch.float32, device, load))
         weights = MasterWeights(model, dtype, lambda name: not name.startswith("value_head"), config.model.fp16)
         return Critic(model, config.critic, limits_of(config.critic_batch(1), config), weights)
-
-    def _load_reward_model(self, dtype: torch.dtype, device: torch.device) -> RewardModel:
-        path, trust = self._config.reward.model.path, self._config.model.trust_remote_code
-        assert path is not None
-        model = load_classifier(path, dtype, trust, ATTENTION_NAME).to(device)
-        tokenizer = load_tokenizer(path, trust)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        ends = stop_ids(path, tokenizer)
-        return RewardModel(ValueModel(model), self._config.reward.model, tokenizer, ends, self._tokenizer, positions)
 
     def _load(
         self, path: str, dtype: torch.dtype, device: torch.device, load: Callable[..., PreTrainedModel] = load_causal_lm

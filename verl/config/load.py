@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from verl.config.base import Section
 from verl.config.interpolate import escape, nested, resolve
 from verl.config.keys import leaves, using
 from verl.config.origins import Origin, origins_of, overlay
@@ -19,6 +20,7 @@ from verl.config.report import problems_of
 from verl.config.schema import Config
 from verl.config.schema_supervised import SupervisedConfig
 from verl.config.translate import sort_out, translate
+from verl.errors import ConfigError
 
 SupervisedT = TypeVar("SupervisedT", bound=SupervisedConfig)
 
@@ -89,6 +91,7 @@ def _load(
     settings: dict[str, Setting] = {}
     for layer in _layers(source, overrides, presets):
         settings = overlay(settings, _merged(layer))
+    _check_kind(schema, settings.values())
     required = [key for key, field in leaves().items() if field.is_required()]
     given = {key for key, setting in settings.items() if setting.value not in (None, OPEN)}
     missing = tuple(key for key in required if key not in given) if allow_missing else ()
@@ -98,6 +101,18 @@ def _load(
     config = _build(schema, nested(values | dict.fromkeys(missing, OPEN)), places)
     notices = [*foreign_notices, *value_notices, *config.notices()]
     return config, notices, origins_of(own.values(), values), missing
+
+
+def _check_kind(schema: type[Section], settings: Iterable[Setting]) -> None:
+    """Refuse a file of the other kind as a whole, not key by key."""
+    files = {
+        setting.key.partition(".")[0]: str(setting.source) for setting in settings if setting.source.kind == "file"
+    }
+    if schema is Config and "optim" in files:
+        fix = "start it with verl sft, or verl reward-model train"
+        raise ConfigError("this is a configuration of supervised training", files["optim"], fix)
+    if schema is not Config and (odd := files.keys() & {"actor", "rollout", "algorithm", "reward"}):
+        raise ConfigError("this is a configuration of RL training", files[min(odd)], "start it with verl train")
 
 
 def _layers(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.names import did_you_mean
+from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, schema_of
 from verl.errors import VerlError
 from verl.run_dir import EventRecord, RunDir
 from verl.tracking import names, report_health
@@ -223,6 +224,10 @@ def describe(run_dir: RunDir) -> RunDescription:
 
 
 def _facts(tree: dict[str, Any] | None) -> dict[str, Any]:
+    schema, what = schema_of(tree or {}), {}
+    if schema is not None:
+        names = {SftConfig: "sft", RewardModelTrainingConfig: "reward model"}
+        what = {"algorithm": names[schema], "examples_a_step": get(tree, "data.train_batch_size")}
     keys = {
         "model": "model.path",
         "dtype": "model.dtype",
@@ -233,4 +238,4 @@ def _facts(tree: dict[str, Any] | None) -> dict[str, Any]:
         "responses_a_prompt": "rollout.n",
         "seed": "trainer.seed",
     }
-    return {name: value for name, key in keys.items() if (value := get(tree, key)) not in (None, [])}
+    return {name: value for name, key in keys.items() if (value := get(tree, key)) not in (None, [])} | what

@@ -26,6 +26,7 @@ from verl.trainer.group_metrics import (
 )
 from verl.trainer.run import check_model_limits
 from verl.trainer.sampling import Sampler
+from verl.training.reward_model import load_reward_model
 
 PROMPTS_AT_ONCE = 64  # scored together, where data.val_batch_size does not say
 PASSED = 1.0  # accuracy (or reward, where there is no accuracy) from which a response counts as passed
@@ -51,7 +52,8 @@ class ModelEvaluation:
         data, model = config.data, config.model
         self._tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
         dataset = PromptDataset.load(data.val_files, data, self._tokenizer, data.val_max_samples, "DATA")
-        self._scorer = RuleScorer(config.reward, self._tokenizer.decode)
+        judge = load_reward_model(config, choose_device(config), self._tokenizer)
+        self._scorer = RuleScorer(config.reward, self._tokenizer.decode, model=judge)
         self._scorer.check_rows(dataset.exemplars)
         self.left_out = len(dataset.skipped) + dataset.dropped
         self.rows = {row.row_index: row for row in dataset.rows}

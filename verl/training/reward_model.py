@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config import Config
 from verl.config.schema_data import RewardModelConfig
 from verl.data.conversations import Renderer, UnusableError
 from verl.data.packing import plan_micro_batches
 from verl.data.rendering import cut
 from verl.data.rows import PromptRow
+from verl.models.attention import ATTENTION_NAME
+from verl.models.loading import load_classifier, load_tokenizer, stop_ids
 from verl.models.packed import pack_rows
 from verl.models.policy import ValueModel, model_device
 from verl.protocol import DataProto, check_columns
@@ -113,6 +116,24 @@ class RewardModel:
             for i, value in zip(rows, self._model(packed).float().tolist(), strict=True):
                 values[i] = value
         return values
+
+
+def load_reward_model(
+    config: Config, device: torch.device, actor_tokenizer: PreTrainedTokenizerBase
+) -> RewardModel | None:
+    """The model of ``reward.model``, computing in ``model.dtype``; None where there is none.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    path, trust = config.reward.model.path, config.model.trust_remote_code
+    if path is None:
+        return None
+    model = load_classifier(path, getattr(torch, config.model.dtype), trust, ATTENTION_NAME).to(device)
+    tokenizer = load_tokenizer(path, trust)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    ends = stop_ids(path, tokenizer)
+    return RewardModel(ValueModel(model), config.reward.model, tokenizer, ends, actor_tokenizer, positions)
 
 
 def _alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
