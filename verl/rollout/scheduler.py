@@ -1,26 +1,39 @@
-"""Which requests run, which wait, and when a response is finished. Knows nothing of models or tensors."""
+"""Which requests run, which wait, and when a response is finished. Knows nothing of models or tensors.
+
+Each step feeds every running sequence the tokens whose keys and values are not in the pool yet: the one sampled last,
+or the next chunk of a prompt. A sequence whose last token is fed has its next one sampled.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from verl.errors import EngineError
+from verl.rollout.blocks import BlockManager, blocks_for, prompt_keys
 from verl.rollout.protocol import FinishReason, Request, Result, Slot
 from verl.rollout.text import UNFINISHED
 
 # Tokens that are decoded again to look for a stop string that spans token borders, beyond the string's own bytes
 # (a token may be a single byte of a character): the first ones of a window may decode to nothing by themselves.
 STOP_WINDOW = 8
+# Prompt tokens that a step feeds even where the running responses alone use up its budget.
+SMALLEST_CHUNK = 8
 
 
 @dataclass
 class Sequence:
-    """A request and what has been sampled for it."""
+    """A request, what has been sampled for it, and where its keys and values are.
+
+    Attributes:
+        keys: of the prompt's blocks.
+        blocks: of the pool, in the order of the tokens that they hold.
+        computed: tokens whose keys and values are in the pool.
+    """
 
     request: Request
     max_new_tokens: int
@@ -31,6 +44,9 @@ class Sequence:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept_log_mass: list[float] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
 
     @property
     def length(self) -> int:
@@ -41,9 +57,12 @@ class Sequence:
     def full_length(self) -> int:
         return len(self.request.prompt_ids) + self.max_new_tokens
 
-    @property
-    def tokens(self) -> list[int]:
-        return [*self.request.prompt_ids, *self.ids]
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens ``start .. end - 1`` of prompt and response."""
+        prompt = self.request.prompt_ids
+        if start >= len(prompt):
+            return self.ids[start - len(prompt) : end - len(prompt)]
+        return [*prompt[start:end], *self.ids[: max(end - len(prompt), 0)]]
 
     def append(self, token: int, log_prob: float, version: int, kept_log_mass: float) -> None:
         self.ids.append(token)
@@ -83,22 +102,62 @@ class Sequence:
         )
 
 
+@dataclass(frozen=True)
+class Work:
+    """Tokens ``start .. end - 1`` of a sequence, to be fed in this step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sequence's next token is sampled behind them."""
+        return self.end == self.sequence.length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step does: first the copies (source block, target block), then one forward over all the work."""
+
+    work: list[Work] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
 class Scheduler:
-    """First come, first served; a row that a finished response leaves is filled again at the next step.
+    """First come, first served; a place that a finished response leaves is taken again in the next step.
+
+    Running sequences come before waiting ones, the oldest first. Where the pool is full, the youngest running one
+    gives its blocks back and waits in front of the others; the oldest always goes on, so that all of them end.
 
     Args:
         max_rows: responses that run at once.
-        max_tokens: prompt tokens of one prefill; a longer prompt is prefilled alone.
+        max_tokens: tokens that one step feeds; longer prompts are fed in chunks.
         max_model_len: positions that the model has.
         eos_token_ids: the model's own end tokens.
+        blocks: of the key-value pool.
+        block_size: tokens in a block.
+        prefix_cache: blocks of prompts stay known when no request uses or waits for them.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, max_model_len: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        blocks: BlockManager,
+        block_size: int,
+        prefix_cache: bool = False,
+    ) -> None:
         self.max_rows, self.max_tokens, self.max_model_len = max_rows, max_tokens, max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
         self.waiting: deque[Sequence] = deque()
-        self.active: list[Sequence] = []  # row i of the cache belongs to active[i]
+        self.active: list[Sequence] = []
+        self.preemptions = self.reused_tokens = 0
         self._slots: set[Slot] = set()
+        self._waiting_for: Counter[bytes] = Counter()  # waiting sequences by the key of their whole prompt
 
     def submit(self, requests: Iterable[Request]) -> list[Result]:
         """Queue requests; results of those that cannot ever run (finish reason ``refused``) or are at their limit.
@@ -115,70 +174,165 @@ class Scheduler:
                 raise EngineError("a request has an empty prompt", request.slot, "give every prompt at least one token")
             slots.add(request.slot)
         refused = []
+        keys: dict[int, list[bytes]] = {}  # of prompt lists that several requests hold
         for request in requests:
-            sampling = request.sampling
-            ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
-            room = self.max_model_len - len(request.prompt_ids)
-            sequence = Sequence(request, min(sampling.max_new_tokens, room), ends)
-            if request.resume is not None:
-                sequence.ids = request.resume.response_ids.tolist()
-                sequence.log_probs = request.resume.log_probs.tolist()
-                sequence.versions = request.resume.versions.tolist()
-                mass = request.resume.kept_log_mass
-                sequence.kept_log_mass = [0.0] * len(sequence.ids) if mass is None else mass.tolist()
-            if len(sequence.ids) >= sequence.max_new_tokens:
-                refused.append(sequence.result("refused" if room <= 0 else "length"))
+            sequence = self._sequence(request)
+            fits = blocks_for(sequence.full_length, self.block_size) <= self.blocks.count
+            if not fits or len(sequence.ids) >= sequence.max_new_tokens:
+                refused.append(sequence.result("length" if fits and sequence.max_new_tokens > 0 else "refused"))
                 continue
+            if id(request.prompt_ids) not in keys:
+                keys[id(request.prompt_ids)] = prompt_keys(request.prompt_ids, self.block_size)
+            sequence.keys = keys[id(request.prompt_ids)]
             self._slots.add(request.slot)
+            self._count_waiting(sequence, 1)
             self.waiting.append(sequence)
         return refused
 
-    def admit(self) -> list[Sequence]:
-        """Move waiting requests into free rows, as many as fit one prefill; they become the last active rows.
+    def _count_waiting(self, sequence: Sequence, change: int) -> None:
+        key = sequence.keys[-1]
+        self._waiting_for[key] += change
+        if not self._waiting_for[key]:
+            del self._waiting_for[key]
 
-        A prompt shared by several admitted requests counts once.
-        """
-        admitted: list[Sequence] = []
-        prompts: set[tuple[int, ...]] = set()
-        tokens = 0
-        while self.waiting and len(self.active) < self.max_rows:
-            sequence = self.waiting[0]
-            key = tuple(sequence.tokens)
-            cost = 0 if key in prompts else len(key)
-            if admitted and tokens + cost > self.max_tokens:
+    def _sequence(self, request: Request) -> Sequence:
+        sampling = request.sampling
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
+        room = self.max_model_len - len(request.prompt_ids)
+        sequence = Sequence(request, min(sampling.max_new_tokens, room), ends)
+        if request.resume is not None:
+            sequence.ids = request.resume.response_ids.tolist()
+            sequence.log_probs = request.resume.log_probs.tolist()
+            sequence.versions = request.resume.versions.tolist()
+            mass = request.resume.kept_log_mass
+            sequence.kept_log_mass = [0.0] * len(sequence.ids) if mass is None else mass.tolist()
+        return sequence
+
+    # one step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan:
+        """Choose the work of a step; :meth:`complete` must follow once its keys and values are in the pool."""
+        plan, preemptions = Plan(), self.preemptions
+        decoding = sum(sequence.computed == sequence.length - 1 for sequence in self.active)
+        budget = max(self.max_tokens - decoding, SMALLEST_CHUNK)
+        place = 0
+        while place < len(self.active):  # preemption takes sequences from the end
+            sequence = self.active[place]
+            missing = sequence.length - sequence.computed
+            count = missing if missing == 1 else min(missing, budget)
+            if count and self._grow(sequence, sequence.computed + count):
+                plan.work.append(Work(sequence, sequence.computed, sequence.computed + count))
+                budget -= count if missing > 1 else 0
+            place += 1
+        if self.preemptions == preemptions:
+            self._admit(plan, budget)
+        return plan
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for this many tokens, if need be those of younger sequences; False: it had to give up its own."""
+        missing = blocks_for(tokens, self.block_size) - len(sequence.blocks)
+        while missing > 0:
+            taken = self.blocks.take(missing)
+            if taken is not None:
+                sequence.blocks += taken
                 break
-            prompts.add(key)
-            tokens += cost
-            self.waiting.popleft()
+            victim = self.active[-1]
+            self._preempt(victim)
+            self.preemptions += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.active.remove(sequence)
+        self._count_waiting(sequence, 1)
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Waiting sequences take free places; one whose prompt is being computed waits for it, others may pass."""
+        in_progress = {s.keys[-1] for s in self.active if s.computed < len(s.request.prompt_ids)}
+        passed: list[Sequence] = []
+        while self.waiting and len(self.active) < self.max_rows and budget > 0:
+            sequence = self.waiting.popleft()
+            if sequence.keys[-1] in in_progress:
+                passed.append(sequence)
+                continue
+            work = self._start(sequence, budget, plan)
+            if work is None:  # no memory; the running ones will give some back
+                self.waiting.appendleft(sequence)
+                break
             sequence.started = sequence.started or time.monotonic()
-            admitted.append(sequence)
+            self._count_waiting(sequence, -1)
+            if sequence.computed < len(sequence.request.prompt_ids) - 1:
+                in_progress.add(sequence.keys[-1])
             self.active.append(sequence)
-        return admitted
+            plan.work.append(work)
+            budget -= work.end - work.start
+        self.waiting.extendleft(reversed(passed))
 
-    def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Take these rows out; the last rows move into the gaps. Returns (sources, targets) of the moves."""
-        for row in rows:
-            self._slots.discard(self.active[row].request.slot)
-        gone = set(rows)
-        kept = len(self.active) - len(gone)
-        sources = [row for row in range(kept, len(self.active)) if row not in gone]
-        targets = [row for row in sorted(gone) if row < kept]
-        for source, target in zip(sources, targets, strict=True):
-            self.active[target] = self.active[source]
-        del self.active[kept:]
-        return sources, targets
+    def _start(self, sequence: Sequence, budget: int, plan: Plan) -> Work | None:
+        """Give a waiting sequence the known blocks of its prompt and new ones behind; None: there are too few."""
+        size, prompt = self.block_size, len(sequence.request.prompt_ids)
+        known = self.blocks.find(sequence.keys)
+        computed = min(len(known) * size, prompt, sequence.length - 1)
+        partial = known[prompt // size] if prompt % size and len(known) > prompt // size else None
+        shared = known[: prompt // size]
+        self.blocks.share(shared)
+        end = min(computed + budget, sequence.length)
+        # Beside others it must have room to go on for a while, or it would soon be sent back.
+        wanted = blocks_for(sequence.length + size, size) - len(shared)
+        short = bool(self.active) and self.blocks.available < wanted
+        taken = None if short else self.blocks.take(blocks_for(end, size) - len(shared))
+        if taken is None:
+            self.blocks.release(shared, keep_known=True)
+            return None
+        if partial is not None:
+            plan.copies.append((partial, taken[0]))
+        sequence.blocks, sequence.computed = shared + taken, computed
+        self.reused_tokens += computed
+        return Work(sequence, computed, end)
 
-    def abort(self, slots: set[Slot] | None) -> tuple[list[Result], list[int], list[int]]:
-        """End these requests; their results so far, and the moves of :meth:`remove`."""
+    def complete(self, plan: Plan) -> None:
+        """The plan's keys and values are in the pool: others may use those of prompts."""
+        for work in plan.work:
+            sequence, prompt = work.sequence, len(work.sequence.request.prompt_ids)
+            sequence.computed = work.end
+            if work.start < prompt:
+                done = len(sequence.keys) if work.end >= prompt else work.end // self.block_size
+                for block, key in zip(sequence.blocks[:done], sequence.keys, strict=False):
+                    self.blocks.publish(block, key)
+
+    # the end ------------------------------------------------------------------------------------------------------
+
+    def remove(self, ended: Iterable[Sequence]) -> None:
+        """Take running sequences out."""
+        gone = {id(sequence) for sequence in ended}
+        for sequence in self.active:
+            if id(sequence) in gone:
+                self._slots.discard(sequence.request.slot)
+                self._release(sequence)
+        self.active = [sequence for sequence in self.active if id(sequence) not in gone]
+
+    def _release(self, sequence: Sequence) -> None:
+        keep = self.prefix_cache or sequence.keys[-1] in self._waiting_for
+        self.blocks.release(sequence.blocks, keep)
+        sequence.blocks, sequence.computed = [], 0
+
+    def abort(self, slots: set[Slot] | None) -> list[Result]:
+        """End these requests (None: all); their results so far."""
         chosen = lambda sequence: slots is None or sequence.request.slot in slots  # noqa: E731
         dropped = [sequence for sequence in self.waiting if chosen(sequence)]
         self.waiting = deque(sequence for sequence in self.waiting if not chosen(sequence))
-        self._slots.difference_update(sequence.request.slot for sequence in dropped)
-        rows = [row for row, sequence in enumerate(self.active) if chosen(sequence)]
-        dropped += [self.active[row] for row in rows]
-        return [sequence.result("abort") for sequence in dropped], *self.remove(rows)
+        for sequence in dropped:
+            self._slots.discard(sequence.request.slot)
+            self._count_waiting(sequence, -1)
+        running = [sequence for sequence in self.active if chosen(sequence)]
+        self.remove(running)
+        return [sequence.result("abort") for sequence in dropped + running]
 
     def requeue_active(self) -> None:
-        """Put running responses back in front of the queue; their cache is computed again from their tokens."""
-        self.waiting.extendleft(reversed(self.active))
-        self.active.clear()
+        """Put running responses back in front of the queue and forget every block: weights have changed."""
+        for sequence in reversed(self.active):
+            self._preempt(sequence)
+        self.blocks.clear()

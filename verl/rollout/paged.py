@@ -1,0 +1,317 @@
+"""Keys and values of running sequences in blocks of a pool, and attention over them.
+
+The pool's blocks are those blocks of 128 keys by which :func:`verl.models.attention.block_attention` adds up values, so
+that attention over scattered blocks has the bits of attention over a whole row. One new token of each of many sequences
+is computed block by block: one batched matmul over a range of the pool, copying no keys; a block that several sequences
+share meets all their queries at once. Chunks of prompts gather their blocks first.
+
+Shape legend: N blocks of the pool, S = 128 places of a block, T rows that decode, E blocks that they read, m rows that
+share a block, B most blocks of a row, A attention heads, K key-value heads, G = A / K, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from verl.models.attention import (
+    KEY_BLOCK,
+    ROW_MULTIPLE,
+    AttentionRule,
+    attention_probs,
+    block_attention,
+    round_up,
+    wide_dtype,
+)
+from verl.rollout.scheduler import Work
+
+LONGEST_PIECE = 256  # queries of a prompt that are computed at once
+PIECE_MULTIPLE = 32
+MOST_SCORES = 2**21  # per head, of one batched matmul over pieces of prompts
+# A range of the pool is read whole where at least this share of it is wanted; else the wanted blocks are copied out.
+DENSE = 0.7
+
+
+class KVPool:
+    """Keys (N, K, D, S) and values (N, K, S, D) of every layer; memory is held from :meth:`acquire` to :meth:`free`."""
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_size: int, blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.blocks = blocks
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._layers, self._shape, self._dtype, self._device = layers, (kv_heads, head_size), dtype, device
+
+    def acquire(self) -> None:
+        """Zeros, which cost nothing on a CPU until they are written: a masked NaN is still a NaN behind a matmul."""
+        if self.keys:
+            return
+        kv_heads, head_size = self._shape
+        new = {"dtype": self._dtype, "device": self._device}
+        for _ in range(self._layers):
+            self.keys.append(torch.zeros(self.blocks, kv_heads, head_size, KEY_BLOCK, **new))
+            self.values.append(torch.zeros(self.blocks, kv_heads, KEY_BLOCK, head_size, **new))
+
+    def free(self) -> None:
+        self.keys, self.values = [], []
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks, (source, target) each."""
+        if not pairs:
+            return
+        sources, targets = (torch.tensor(ids, device=self._device) for ids in zip(*pairs, strict=True))
+        for tensor in (*self.keys, *self.values):
+            tensor[targets] = tensor[sources]
+
+    @staticmethod
+    def block_bytes(layers: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+        """Memory of one block in all layers."""
+        return 2 * layers * kv_heads * head_size * KEY_BLOCK * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Blocks that one batched matmul reads, each for the same number of rows."""
+
+    blocks: slice | Tensor
+    rows: Tensor  # (E, m) rows that read the block; left-over places say 0
+    places: Tensor  # (E, m) the block's number in the row
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Pieces of prompts of about the same size, n of them, t queries each over B blocks."""
+
+    query_index: Tensor  # (n, t) tokens of this forward; left-over queries repeat the last one
+    blocks: Tensor  # (n * B,)
+    positions: Tensor  # (n, t)
+    out_index: Tensor  # (n, t) bool: real queries
+    targets: Tensor  # the tokens that the real queries are
+
+
+class PagedContext:
+    """Attention of one forward whose tokens are, in this order, one of each decoding row, then chunks.
+
+    Args:
+        pool: is written at the tokens' places before it is read.
+        work: with all single tokens first.
+    """
+
+    def __init__(self, pool: KVPool, work: list[Work], device: torch.device) -> None:
+        self._pool = pool
+        tokens = sum(part.end - part.start for part in work)
+        rows = [part for part in work if part.end - part.start == 1]
+        positions = np.concatenate([np.arange(part.start, part.end) for part in work])
+        blocks = np.concatenate(
+            [np.asarray(p.sequence.blocks)[np.arange(p.start, p.end) // KEY_BLOCK] for p in work]
+        )
+        as_tensor = lambda values: torch.from_numpy(np.ascontiguousarray(values)).to(device)  # noqa: E731
+        self.positions = as_tensor(positions)
+        self._tokens, self._rows = tokens, len(rows)
+        self._write = as_tensor(blocks), as_tensor(positions % KEY_BLOCK)
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        if rows:
+            self._reads, self._order = _plan_reads(rows, as_tensor)
+            self._most = max(len(_blocks_of(part)) for part in rows)
+        self._pieces = _plan_pieces(work[len(rows) :], len(rows), as_tensor) if tokens > len(rows) else []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """query (A, T, D), key and value (K, T, D) -> (T, A, D); tokens behind the work's are fill."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        block, place = self._write
+        keys.transpose(2, 3)[block, :, place] = key[:, : self._tokens].transpose(0, 1)
+        values[block, :, place] = value[:, : self._tokens].transpose(0, 1)
+        if self._rows == query.shape[1]:
+            return self._attend_rows(keys, values, query, rule)
+        out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
+        if self._rows:
+            out[: self._rows] = self._attend_rows(keys, values, query[:, : self._rows], rule)
+        for number, pieces in enumerate(self._pieces):
+            out[pieces.targets] = self._attend_pieces(number, pieces, keys, values, query, rule)
+        return out
+
+    # one token of each row ----------------------------------------------------------------------------------------
+
+    def _attend_rows(self, keys: Tensor, values: Tensor, query: Tensor, rule: AttentionRule) -> Tensor:
+        heads, rows, size = query.shape
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        queries = query.reshape(kv_heads, group, rows, size).permute(2, 0, 1, 3)  # (T, K, G, D)
+        scores = torch.cat([_scores(read, queries, keys) for read in self._reads])  # (sum of E * m, K, G, S)
+        if self._order is not None:
+            scores = scores.index_select(0, self._order.clamp(max=scores.shape[0] - 1))
+        scores = scores.view(rows, self._most, kv_heads, group, KEY_BLOCK).permute(0, 2, 3, 1, 4)
+        scores = scores.reshape(rows, kv_heads, group, self._most * KEY_BLOCK)
+        probs = attention_probs(scores, self._keep_rows(rule.window), rule, query.dtype)
+        probs = probs.view(rows, kv_heads, group, self._most, KEY_BLOCK).permute(0, 3, 1, 2, 4)
+        parts = [_values(read, probs, values) for read in self._reads]  # (E * m, K, G, D) each
+        if self._order is not None:
+            parts.append(parts[0].new_zeros(1, *parts[0].shape[1:]))
+        summed = torch.cat(parts)
+        if self._order is not None:
+            summed = summed.index_select(0, self._order)
+        if self._most > 1:
+            blocks = summed.view(rows, self._most, heads, size).to(wide_dtype(query.dtype)).unbind(1)
+            summed = blocks[0]
+            for block in blocks[1:]:  # in this order, as in a packed forward
+                summed = summed + block
+        return summed.to(query.dtype).view(rows, heads, size)
+
+    def _keep_rows(self, window: int | None) -> Tensor:
+        """(T, 1, 1, B * S) bool, the same in every layer."""
+        if (-1, window) not in self._masks:
+            places = torch.arange(self._most * KEY_BLOCK, device=self.positions.device)
+            keep = _visible(places, self.positions[: self._rows, None], window)
+            self._masks[-1, window] = keep[:, None, None]
+        return self._masks[-1, window]
+
+    # pieces of prompts --------------------------------------------------------------------------------------------
+
+    def _attend_pieces(
+        self, number: int, pieces: _Pieces, keys: Tensor, values: Tensor, query: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        heads, _, size = query.shape
+        kv_heads = keys.shape[1]
+        n, t = pieces.query_index.shape
+        length = pieces.blocks.shape[0] // n * KEY_BLOCK
+        group = heads // kv_heads
+        q = query.index_select(1, pieces.query_index.view(-1)).view(kv_heads, group, n, t, size)
+        q = q.permute(2, 0, 1, 3, 4).reshape(n * kv_heads, group * t, size)
+        k = keys.index_select(0, pieces.blocks).view(n, -1, kv_heads, size, KEY_BLOCK)
+        k = k.permute(0, 2, 3, 1, 4).reshape(n * kv_heads, size, length)
+        v = values.index_select(0, pieces.blocks).view(n, -1, kv_heads, KEY_BLOCK, size)
+        v = v.transpose(1, 2).reshape(n * kv_heads, length, size)
+        if (number, rule.window) not in self._masks:
+            places = torch.arange(length, device=query.device)
+            keep = _visible(places, pieces.positions[:, :, None], rule.window)
+            keep = keep[:, None, None].expand(n, kv_heads, group, t, length)
+            self._masks[number, rule.window] = keep.reshape(n * kv_heads, group * t, length)
+        out = block_attention(q, k, v, self._masks[number, rule.window], rule)
+        out = out.view(n, kv_heads, group, t, size).permute(0, 3, 1, 2, 4).reshape(n, t, heads, size)
+        return out[pieces.out_index]
+
+
+def _visible(places: Tensor, position: Tensor, window: int | None) -> Tensor:
+    keep = places <= position
+    return keep if window is None else keep & (position - places < window)
+
+
+def _scores(read: _Read, queries: Tensor, keys: Tensor) -> Tensor:
+    """(T, K, G, D) queries of the rows against the blocks that they read: (E * m, K, G, S)."""
+    entries, m = read.rows.shape
+    _, kv_heads, group, size = queries.shape
+    q = queries.reshape(queries.shape[0], -1).index_select(0, read.rows.view(-1))
+    q = q.view(entries, m, kv_heads, group, size).transpose(1, 2).reshape(entries * kv_heads, m * group, size)
+    k = _read(keys, read.blocks)
+    scores = torch.bmm(_fill_rows(q), k.view(-1, *k.shape[2:]))[:, : m * group]
+    return scores.view(entries, kv_heads, m, group, KEY_BLOCK).transpose(1, 2).reshape(-1, kv_heads, group, KEY_BLOCK)
+
+
+def _values(read: _Read, probs: Tensor, values: Tensor) -> Tensor:
+    """(T, B, K, G, S) probabilities with the values of the blocks that the rows read: (E * m, K, G, D)."""
+    entries, m = read.rows.shape
+    rows, most, kv_heads, group, _ = probs.shape
+    p = probs.reshape(rows * most, kv_heads, group, KEY_BLOCK).index_select(
+        0, (read.rows * most + read.places).view(-1)
+    )
+    p = p.view(entries, m, kv_heads, group, KEY_BLOCK).transpose(1, 2).reshape(entries * kv_heads, m * group, KEY_BLOCK)
+    v = _read(values, read.blocks)
+    out = torch.bmm(_fill_rows(p), v.view(-1, *v.shape[2:]))[:, : m * group]
+    return out.view(entries, kv_heads, m, group, -1).transpose(1, 2).reshape(entries * m, kv_heads, group, -1)
+
+
+def _read(pool: Tensor, blocks: slice | Tensor) -> Tensor:
+    return pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks)
+
+
+def _fill_rows(x: Tensor) -> Tensor:
+    """Query rows in multiples of 8 (see :mod:`verl.models.attention`)."""
+    fill = round_up(x.shape[1], ROW_MULTIPLE) - x.shape[1]
+    return F.pad(x, (0, 0, 0, fill)) if fill else x
+
+
+# --- plans, the same for all layers --------------------------------------------------------------------------------
+
+AsTensor = Callable[[NDArray[Any]], Tensor]
+
+
+def _blocks_of(part: Work) -> list[int]:
+    """The blocks that the part's tokens attend to."""
+    return part.sequence.blocks[: (part.end - 1) // KEY_BLOCK + 1]
+
+
+def _plan_reads(rows: list[Work], as_tensor: AsTensor) -> tuple[list[_Read], Tensor | None]:
+    """What is read for the rows, and where each row's blocks are in all that is read: (T * B,).
+
+    Blocks that a row lacks are looked for behind everything. None: each row has one block, and they lie in order.
+    """
+    readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, part in enumerate(rows):
+        for place, block in enumerate(_blocks_of(part)):
+            readers[block].append((row, place))
+    widths: dict[int, list[int]] = defaultdict(list)  # blocks by the number of their readers, a power of two
+    for block, users in readers.items():
+        widths[_width(users)].append(block)
+    reads, offset = [], 0
+    order = np.full((len(rows), max(len(_blocks_of(part)) for part in rows)), -1)
+    for width, blocks in widths.items():
+        low, high = min(blocks), max(blocks) + 1
+        dense = len(blocks) >= DENSE * (high - low)
+        listed = list(range(low, high)) if dense else sorted(blocks)
+        users_of = np.zeros((2, len(listed), width), dtype=np.int64)
+        for entry, block in enumerate(listed):
+            users = readers.get(block, [])
+            if users and _width(users) == width:
+                for k, (row, place) in enumerate(users):
+                    users_of[:, entry, k] = row, place
+                    order[row, place] = offset + entry * width + k
+        where = slice(low, high) if dense else as_tensor(np.asarray(listed))
+        reads.append(_Read(where, as_tensor(users_of[0]), as_tensor(users_of[1])))
+        offset += len(listed) * width
+    if order.shape[1] == 1 and offset == len(rows) and (order[:, 0] == np.arange(len(rows))).all():
+        return reads, None
+    return reads, as_tensor(np.where(order < 0, offset, order).reshape(-1))
+
+
+def _width(users: list[tuple[int, int]]) -> int:
+    return 1 << (len(users) - 1).bit_length()
+
+
+def _plan_pieces(chunks: list[Work], first_token: int, as_tensor: AsTensor) -> list[_Pieces]:
+    """Chunks cut into pieces, pieces of about the same size together."""
+    alike: dict[tuple[int, int], list[tuple[int, Work]]] = defaultdict(list)
+    token = first_token
+    for chunk in chunks:
+        for start in range(chunk.start, chunk.end, LONGEST_PIECE):
+            piece = Work(chunk.sequence, start, min(start + LONGEST_PIECE, chunk.end))
+            size = round_up(piece.end - piece.start, PIECE_MULTIPLE), len(_blocks_of(piece))
+            alike[size].append((token, piece))
+            token += piece.end - piece.start
+    plans = []
+    for (width, blocks), pieces in alike.items():
+        most = max(1, MOST_SCORES // (width * blocks * KEY_BLOCK))
+        for first in range(0, len(pieces), most):
+            tokens, part = zip(*pieces[first : first + most], strict=True)
+            lengths = np.array([piece.end - piece.start for piece in part])[:, None]
+            places = np.minimum(np.arange(width), lengths - 1)
+            query_index = np.array(tokens)[:, None] + places
+            real = np.arange(width) < lengths
+            plans.append(
+                _Pieces(
+                    as_tensor(query_index),
+                    as_tensor(np.concatenate([_blocks_of(piece) for piece in part])),
+                    as_tensor(np.array([piece.start for piece in part])[:, None] + places),
+                    as_tensor(real),
+                    as_tensor(query_index[real]),
+                )
+            )
+    return plans
