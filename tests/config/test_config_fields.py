@@ -87,6 +87,8 @@ OTHER = {
     "rollout.top_k": None,  # likewise
     "rollout.max_num_seqs": ("8",),
     "rollout.max_num_batched_tokens": ("100",),
+    "rollout.kv_cache_gb": ("0.5",),
+    "rollout.enable_prefix_caching": ("true",),
     "rollout.stop": ("['</answer>']",),
     "rollout.stop_token_ids": ("[5]",),
     "rollout.ignore_eos": ("true",),

@@ -11,7 +11,7 @@ from torch import Tensor
 from toy_models import same_numbers
 
 from verl.models.policy import PolicyModel
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.parity import trainer_forward
 from verl.rollout.protocol import Request, Result, RolloutEngine, SamplingParams, Slot
 from verl.rollout.seeds import slot_seed
@@ -28,11 +28,11 @@ class PieceTokenizer:
 
 
 def make_engine(
-    policy: PolicyModel, max_num_seqs: int = 8, max_num_batched_tokens: int = 8192, tokenizer: Any = None
+    policy: PolicyModel, max_num_seqs: int = 8, max_num_batched_tokens: int = 8192, tokenizer: Any = None, **more: Any
 ) -> EmbeddedEngine:
     tokenizer = tokenizer or PieceTokenizer()
     ends = {tokenizer.eos_token_id, policy.model.config.eos_token_id} - {None}  # toy models have no files to ask
-    return EmbeddedEngine(policy, tokenizer, max_num_seqs, max_num_batched_tokens, ends)
+    return EmbeddedEngine(policy, tokenizer, EngineLimits(max_num_seqs, max_num_batched_tokens, **more), ends)
 
 
 def request(
@@ -110,5 +110,8 @@ def assert_idle(engine: EmbeddedEngine) -> None:
     """Nothing waits, runs or keeps memory."""
     stats = engine.stats()
     assert (stats.waiting, stats.active) == (0, 0)
-    assert not engine.scheduler._slots
-    assert engine._cache.length == 0 and sum(t.numel() for t in engine._cache.keys + engine._cache.values) == 0
+    scheduler = engine.scheduler
+    assert not scheduler._slots and not scheduler._waiting_for
+    scheduler.blocks.free_unused()  # what a prefix cache keeps
+    assert scheduler.blocks.used == 0 and not scheduler.blocks._key
+    assert scheduler.prefix_cache or not engine._pool.keys

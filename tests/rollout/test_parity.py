@@ -13,7 +13,7 @@ from toy_models import FAMILIES, markov_policy, random_policy, successor_logits
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer
 from verl.models.policy import PolicyModel
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.parity import ParityReport, check_parity, trainer_forward
 from verl.rollout.protocol import BIT_PARITY
 
@@ -47,7 +47,7 @@ def test_smollm(smollm_dir: Path, dtype: torch.dtype) -> None:
     """The real model at both temperatures, prompts as they are and one of several key blocks, refilled rows."""
     model = load_causal_lm(smollm_dir, dtype, attn_implementation=ATTENTION_NAME)
     policy, tokenizer = PolicyModel(model), load_tokenizer(smollm_dir)
-    engine = EmbeddedEngine(policy, tokenizer, max_num_seqs=6)
+    engine = EmbeddedEngine(policy, tokenizer, EngineLimits(6))
     texts = ["What is 17 + 25?", "Say hello.", "Numbers: " + " ".join(map(str, range(90)))]
     prompts = [
         tokenizer.apply_chat_template(

@@ -64,6 +64,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     from verl.checkpoint.run_model import opened_model
     from verl.models.loading import load_tokenizer
     from verl.models.quiet import without_bars
+    from verl.rollout.embedded import EngineLimits
     from verl.rollout.offline import as_chats, load_engine, requests_for, stream
     from verl.rollout.protocol import SamplingParams
 
@@ -74,7 +75,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         asked = rows if arguments.raw else as_chats(rows, arguments.system)
         requests = requests_for(asked, tokenizer, sampling, arguments.n, arguments.seed, arguments.chat_template_kwargs)
         engine = load_engine(
-            model.path, tokenizer, arguments.dtype, arguments.trust_remote_code, arguments.max_num_seqs
+            model.path, tokenizer, arguments.dtype, arguments.trust_remote_code, EngineLimits(arguments.max_num_seqs)
         )
 
         def decode(ids: Any) -> str:

@@ -132,21 +132,11 @@ def this_machine() -> Machine:
     import torch
 
     from verl.cluster.threads import available_cores
+    from verl.models.memory import free_memory
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    memory = torch.cuda.mem_get_info()[1] if gpus else _free_memory()
+    memory = torch.cuda.mem_get_info()[1] if gpus else free_memory()
     return Machine(memory, available_cores(), gpus)
-
-
-def _free_memory() -> int:
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" where there is no limit
-    except (OSError, ValueError):
-        pass
-    return min(limits)
 
 
 @dataclass(frozen=True)

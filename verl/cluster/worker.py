@@ -28,7 +28,7 @@ from verl.models.loading import (
 from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.parity import ParityReport, check_parity
 from verl.rollout.protocol import EngineStats, Request, Result, generate
 from verl.training.actor import Actor
@@ -77,8 +77,7 @@ class Worker:
         self._engine = EmbeddedEngine(
             policy,
             self._tokenizer,
-            config.rollout.max_num_seqs,
-            config.rollout.max_num_batched_tokens,
+            EngineLimits.of_run(config.rollout, config.data),
             stop_ids(config.model.path, self._tokenizer),
         )
         self._critic = self._load_critic(dtype, device) if config.uses_critic else None

@@ -40,7 +40,7 @@ NO_MEANING = (
     NoMeaning("settings of other engines and their servers", (
         "rollout.mode", "rollout.max_model_len", "rollout.multi_stage_wake_up",
         "rollout.gpu_memory_utilization", "rollout.*_parallel_size", "rollout.enforce_eager", "rollout.dtype",
-        "rollout.enable_chunked_prefill", "rollout.enable_prefix_caching", "rollout.free_cache_engine",
+        "rollout.enable_chunked_prefill", "rollout.free_cache_engine",
         "rollout.load_format", "rollout.layered_summon_param", "rollout.engine_kwargs.*", "rollout.quantization*",
         "rollout.cudagraph_capture_sizes", "rollout.disable_log_stats", "rollout.logprobs_mode",
         "rollout.scheduling_policy", "rollout.swap_space", "rollout.server.*", "rollout.prometheus.*",

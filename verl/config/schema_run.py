@@ -96,7 +96,19 @@ class RolloutConfig(Section):
         64, ge=1, description="Most sequences that the engine decodes at once."
     )
     max_num_batched_tokens: Tokens = Field(
-        8192, ge=1, description="Most tokens that the engine feeds the model at once."
+        8192, ge=1, description="Most tokens that the engine feeds the model at once; longer prompts go in chunks."
+    )
+    kv_cache_gb: Annotated[float, Unit("GiB")] | None = Field(
+        None,
+        gt=0,
+        description="Memory of the keys and values of running responses; null: enough for max_num_seqs of the longest "
+        "kind, but no more than half of what is free. Where it is full, the youngest response waits and is computed "
+        "again.",
+    )
+    enable_prefix_caching: bool = Field(
+        False,
+        description="Keep the keys and values of prompts for later prompts with the same beginning, until the weights "
+        "change. Responses to one prompt share it anyway.",
     )
     stop: StringList = Field(default_factory=list, description="Texts after which a response ends.")
     stop_token_ids: list[TokenId] = Field(

@@ -51,6 +51,9 @@ class RowRule:
         return -(-max(rows, 1) // self.multiple) * self.multiple
 
 
+# The operator itself: looked up by name in every call it takes as long as the product of one row.
+_linear_packed: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+
 ALL_ROWS = RowRule()
 IN_BLOCKS = RowRule(multiple=BLOCK, block=BLOCK)
 PACKED = RowRule(block=PACKED_BLOCK, packed=True)
@@ -61,6 +64,8 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -
     if rule.block is None:
         return F.linear(x, weight, bias)
     packed = _packed_weight(weight) if rule.packed else None
+    if packed is not None and x.numel() <= rule.block * x.shape[-1] and not torch.is_grad_enabled():
+        return _linear_packed(x, packed, bias, "none", [], "")
     return _BlockedLinear.apply(x, weight, bias, rule.block, packed)  # type: ignore[no-any-return]
 
 
@@ -87,7 +92,7 @@ class _BlockedLinear(torch.autograd.Function):
         if packed is None:
             outs = [F.linear(part, weight, bias) for part in parts]
         else:
-            outs = [torch.ops.mkldnn._linear_pointwise(part, packed, bias, "none", [], "") for part in parts]
+            outs = [_linear_packed(part, packed, bias, "none", [], "") for part in parts]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -155,7 +160,7 @@ def _can_pack(weights: Iterable[Tensor]) -> bool:
     return (
         all(weight.dtype == torch.bfloat16 for weight in weights)
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and _linear_packed is not None
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 

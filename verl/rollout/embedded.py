@@ -1,31 +1,66 @@
 """The embedded engine: generation in the training process, on the trainer's own tensors.
 
-A step either admits waiting requests and prefills their prompts (each distinct prompt once), or decodes one token of
-every running response. Attention, projection and log-softmax are the trainer's own functions, so that the log-probs
-are the trainer's to the bit (design: parity law).
+A step feeds every running response its last token, and waiting prompts chunk by chunk, in one forward. Attention,
+projection and log-softmax are the trainer's own functions, so that the log-probs are the trainer's to the bit (design:
+parity law).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from verl.errors import EngineError
-from verl.models.packed import PackedContext, pack_rows
+from verl.models.attention import KEY_BLOCK
+from verl.models.memory import free_memory
 from verl.models.policy import PolicyModel, model_device
-from verl.rollout.kv_cache import DecodeContext, KVCache
+from verl.rollout.blocks import BlockManager, blocks_for
+from verl.rollout.paged import KVPool, PagedContext
 from verl.rollout.protocol import BIT_PARITY, SHARED_WEIGHTS, EngineStats, Request, Result, Slot
 from verl.rollout.sampling import Sampler
-from verl.rollout.scheduler import Scheduler, Sequence
+from verl.rollout.scheduler import Plan, Scheduler, Sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.config import DataConfig, RolloutConfig
+
 DIVERGED_FIX = "train with a lower learning rate, from an earlier checkpoint"
+# Of the memory that is free when the engine is made, for a pool whose size nobody gave.
+POOL_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine may hold.
+
+    Attributes:
+        max_num_seqs: responses that run at once.
+        max_num_batched_tokens: tokens that one step feeds the model; longer prompts go in chunks.
+        kv_cache_gb: memory (GiB) of the keys and values; None: enough for ``max_num_seqs`` responses of the longest
+            kind, but no more than half of what is free.
+        longest: tokens of the longest prompt and response together, where that is known.
+        prefix_cache: blocks of prompts stay for later requests with the same beginning, until the weights change.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    kv_cache_gb: float | None = None
+    longest: int | None = None
+    prefix_cache: bool = False
+
+    @classmethod
+    def of_run(cls, rollout: RolloutConfig, data: DataConfig) -> EngineLimits:
+        longest = data.max_prompt_length + data.max_response_length
+        sizes = rollout.max_num_seqs, rollout.max_num_batched_tokens, rollout.kv_cache_gb
+        return cls(*sizes, longest, rollout.enable_prefix_caching)
 
 
 class EmbeddedEngine:
@@ -34,10 +69,12 @@ class EmbeddedEngine:
     Args:
         policy: the trainer's model; it is read, never written, unless ``load_weights`` is given tensors.
         tokenizer: decodes for stop strings.
-        max_num_seqs: responses that run at once.
-        max_num_batched_tokens: prompt tokens of one prefill.
+        limits: of memory and batches.
         end_tokens: the model's own end tokens, as :func:`verl.models.loading.stop_ids` reads them from its files (a
             loaded configuration fills in its family's default, which may be any other token); None: the tokenizer's.
+
+    Raises:
+        EngineError: ``kv_cache_gb`` cannot hold one response of the longest kind.
     """
 
     capabilities = frozenset({BIT_PARITY, SHARED_WEIGHTS})
@@ -46,26 +83,24 @@ class EmbeddedEngine:
         self,
         policy: PolicyModel,
         tokenizer: PreTrainedTokenizerBase,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 8192,
+        limits: EngineLimits | None = None,
         end_tokens: Iterable[int] | None = None,
     ) -> None:
+        limits = limits or EngineLimits()
         self.policy, self.tokenizer = policy, tokenizer
         config = policy.model.config.get_text_config()
-        weight = policy.model.get_output_embeddings().weight
+        positions = getattr(config, "max_position_embeddings", None) or 2**31
+        self._pool = _make_pool(policy, limits, min(limits.longest or positions, positions))
         self.scheduler = Scheduler(
-            max_num_seqs,
-            max_num_batched_tokens,
-            getattr(config, "max_position_embeddings", None) or 2**31,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            positions,
             [tokenizer.eos_token_id] if end_tokens is None else end_tokens,
+            BlockManager(self._pool.blocks),
+            KEY_BLOCK,
+            limits.prefix_cache,
         )
-        self._cache = KVCache(
-            config.num_hidden_layers,
-            *policy.key_shape,
-            policy.rows.padded(max_num_seqs),
-            weight.dtype,
-            model_device(policy),
-        )
+        weight = policy.model.get_output_embeddings().weight
         self._sampler = Sampler(weight.shape[0], model_device(policy))
         self._version = 0
         self._paused = False
@@ -84,16 +119,16 @@ class EmbeddedEngine:
             return refused
         if self._paused:
             return []
-        admitted = self.scheduler.admit()
-        if admitted:
-            return self._advance(admitted, self._prefill(admitted))
-        if self.scheduler.active:
-            return self._advance(self.scheduler.active, self._decode())
-        return []
+        plan = self.scheduler.schedule()
+        if not plan.work:
+            return []
+        hidden = self._forward(plan)
+        sampled = [part.sequence for part in plan.work if part.samples]
+        self.scheduler.complete(plan)
+        return self._advance(sampled, hidden) if sampled else []
 
     def abort(self, slots: list[Slot] | None = None) -> list[Result]:
-        results, sources, targets = self.scheduler.abort(None if slots is None else set(slots))
-        self._cache.move(sources, targets)
+        results = self.scheduler.abort(None if slots is None else set(slots))
         self._release()
         chosen = [slots is None or result.slot in slots for result in self._refused]
         results += [result for result, gone in zip(self._refused, chosen, strict=True) if gone]
@@ -120,7 +155,7 @@ class EmbeddedEngine:
                 raise EngineError(f"published weights do not fit {name}", f"{tuple(tensor.shape)}")
             parameters[name].copy_(tensor)
         self.scheduler.requeue_active()
-        self._release()
+        self._forget()
         self._version = version
 
     def stats(self) -> EngineStats:
@@ -133,42 +168,25 @@ class EmbeddedEngine:
             finished=self._finished,
         )
 
-    def _prefill(self, admitted: list[Sequence]) -> Tensor:
-        """Fill the cache rows of the admitted sequences; hidden states (N, H) behind their last tokens."""
-        prompts: dict[tuple[int, ...], list[int]] = {}
-        for place, sequence in enumerate(admitted):
-            prompts.setdefault(tuple(sequence.tokens), []).append(place)
-        self._cache.reserve(max(sequence.full_length for sequence in admitted))
-        first_row = len(self.scheduler.active) - len(admitted)
-        device = model_device(self.policy)
-        packed = pack_rows(list(prompts), [[] for _ in prompts], 0).filled(self.policy.rows.multiple).to(device)
-        bounds = packed.cu_seqlens.tolist()
-        rows = [torch.tensor(places, device=device) + first_row for places in prompts.values()]
-
-        def fill_cache(layer: int, key: Tensor, value: Tensor) -> None:
-            for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
-                self._cache.write_prompt(layer, row, key[:, start:end], value[:, start:end])
-
-        hidden = self.policy.hidden_states(packed.input_ids, packed.position_ids, PackedContext(packed, fill_cache))
-        self._prefilled += bounds[-1]
-        last = torch.empty(len(admitted), dtype=torch.int64)
-        for places, end in zip(prompts.values(), bounds[1:], strict=True):
-            last[places] = end - 1
-        return hidden.index_select(0, last.to(device))
-
-    def _decode(self) -> Tensor:
-        """Feed every running response its last token; hidden states (N, H)."""
-        active = self.scheduler.active
-        fill = self.policy.rows.padded(len(active)) - len(active)  # rows beyond the active ones are scratch
-        device = model_device(self.policy)
-        tokens = torch.tensor([s.ids[-1] for s in active] + [0] * fill, device=device)
-        positions = torch.tensor([s.length - 1 for s in active] + [0] * fill, device=device)
-        hidden = self.policy.hidden_states(tokens, positions, DecodeContext(self._cache, positions))
-        self._decoded += len(active)
-        return hidden[: len(active)]
+    def _forward(self, plan: Plan) -> Tensor:
+        """Feed the plan's tokens; hidden states (N, H) behind the last tokens of the N sequences that sample."""
+        work, device = plan.work, model_device(self.policy)
+        self._pool.acquire()
+        self._pool.copy(plan.copies)
+        context = PagedContext(self._pool, work, device)
+        tokens = [token for part in work for token in part.sequence.tokens(part.start, part.end)]
+        fill = self.policy.rows.padded(len(tokens)) - len(tokens)
+        positions = F.pad(context.positions, (0, fill))
+        hidden = self.policy.hidden_states(torch.tensor(tokens + [0] * fill, device=device), positions, context)
+        lengths = [part.end - part.start for part in work]
+        single = lengths.count(1)
+        self._decoded += single
+        self._prefilled += sum(lengths) - single
+        ends = np.cumsum(lengths)[[part.samples for part in work]]
+        return hidden.index_select(0, torch.from_numpy(ends - 1).to(device))
 
     def _advance(self, sequences: list[Sequence], hidden: Tensor) -> list[Result]:
-        """Sample the next token of these sequences, the last active rows; the responses that end with it."""
+        """Sample the next token of these sequences; the responses that end with it."""
         logits = self.policy.logits(hidden, self._sampler.temperatures(sequences))
         drawn = self._sampler.draw(logits, sequences)
         for sequence, token, log_prob, mass in zip(
@@ -179,19 +197,41 @@ class EmbeddedEngine:
                     "the model gives no finite log-probs: its weights are broken", sequence.request.slot, DIVERGED_FIX
                 )
             sequence.append(token, log_prob, self._version, mass)
-        first_row = len(self.scheduler.active) - len(sequences)
         results, ended = [], []
-        for place, sequence in enumerate(sequences):
+        for sequence in sequences:
             reason = sequence.finish_reason(self.tokenizer.decode)
             if reason is not None:
                 results.append(sequence.result(reason))
-                ended.append(first_row + place)
-        self._cache.move(*self.scheduler.remove(ended))
+                ended.append(sequence)
+        if ended:
+            self.scheduler.remove(ended)
         self._finished += len(results)
         self._release()
         return results
 
     def _release(self) -> None:
         """Between rollouts the trainer has the memory."""
-        if not self.scheduler.active and not self.scheduler.waiting:
-            self._cache.free()
+        if not self.scheduler.active and not self.scheduler.waiting and not self.scheduler.prefix_cache:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.scheduler.blocks.clear()
+        self._pool.free()
+
+
+def _make_pool(policy: PolicyModel, limits: EngineLimits, longest: int) -> KVPool:
+    layers, device = policy.model.config.get_text_config().num_hidden_layers, model_device(policy)
+    pool = KVPool(layers, *policy.key_shape, policy.model.get_output_embeddings().weight.dtype, device)
+    one = blocks_for(longest, KEY_BLOCK)
+    if limits.kv_cache_gb is None:
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+        pool.blocks = max(one, min(one * limits.max_num_seqs, int(POOL_SHARE * free) // pool.block_bytes))
+        return pool
+    pool.blocks = int(limits.kv_cache_gb * 2**30) // pool.block_bytes
+    if pool.blocks < (one if limits.longest else 1):
+        raise EngineError(
+            f"rollout.kv_cache_gb has no room for one response of {longest if limits.longest else 1} tokens",
+            limits.kv_cache_gb,
+            f"give at least {one * pool.block_bytes / 2**30:.2g}, or make prompts and responses shorter",
+        )
+    return pool

@@ -17,7 +17,7 @@ from verl.errors import DataError, EngineError, ModelError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, stop_ids
 from verl.models.policy import PolicyModel
-from verl.rollout.embedded import EmbeddedEngine
+from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.protocol import Request, Result, RolloutEngine, SamplingParams, Slot
 from verl.rollout.seeds import slot_seed
 from verl.rollout.text import Decode, TextStream, response_text
@@ -116,8 +116,7 @@ def load_engine(
     tokenizer: PreTrainedTokenizerBase,
     dtype: str = "bfloat16",
     trust_remote_code: bool = False,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 8192,
+    limits: EngineLimits | None = None,
     device: str | None = None,
 ) -> EmbeddedEngine:
     """An engine with the weights of what ``model.path`` takes; ``device`` None: the GPU if there is one.
@@ -127,7 +126,7 @@ def load_engine(
     """
     lm = load_causal_lm(model, getattr(torch, dtype), trust_remote_code, attn_implementation=ATTENTION_NAME)
     policy = PolicyModel(lm.to(device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    return EmbeddedEngine(policy, tokenizer, max_num_seqs, max_num_batched_tokens, stop_ids(model, tokenizer))
+    return EmbeddedEngine(policy, tokenizer, limits, stop_ids(model, tokenizer))
 
 
 def in_order(

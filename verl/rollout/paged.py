@@ -44,7 +44,7 @@ class KVPool:
     """Keys (N, K, D, S) and values (N, K, S, D) of every layer; memory is held from :meth:`acquire` to :meth:`free`."""
 
     def __init__(
-        self, layers: int, kv_heads: int, head_size: int, blocks: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device, blocks: int = 0
     ) -> None:
         self.blocks = blocks
         self.keys: list[Tensor] = []
@@ -72,10 +72,11 @@ class KVPool:
         for tensor in (*self.keys, *self.values):
             tensor[targets] = tensor[sources]
 
-    @staticmethod
-    def block_bytes(layers: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    @property
+    def block_bytes(self) -> int:
         """Memory of one block in all layers."""
-        return 2 * layers * kv_heads * head_size * KEY_BLOCK * dtype.itemsize
+        kv_heads, head_size = self._shape
+        return 2 * self._layers * kv_heads * head_size * KEY_BLOCK * self._dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class PagedContext:
         if self._order is not None:
             scores = scores.index_select(0, self._order.clamp(max=scores.shape[0] - 1))
         scores = scores.view(rows, self._most, kv_heads, group, KEY_BLOCK).permute(0, 2, 3, 1, 4)
-        scores = scores.reshape(rows, kv_heads, group, self._most * KEY_BLOCK)
+        scores = scores.reshape(rows, kv_heads, group, 1, self._most * KEY_BLOCK)
         probs = attention_probs(scores, self._keep_rows(rule.window), rule, query.dtype)
         probs = probs.view(rows, kv_heads, group, self._most, KEY_BLOCK).permute(0, 3, 1, 2, 4)
         parts = [_values(read, probs, values) for read in self._reads]  # (E * m, K, G, D) each
@@ -167,11 +168,11 @@ class PagedContext:
         return summed.to(query.dtype).view(rows, heads, size)
 
     def _keep_rows(self, window: int | None) -> Tensor:
-        """(T, 1, 1, B * S) bool, the same in every layer."""
+        """(T, 1, 1, 1, B * S) bool, the same in every layer."""
         if (-1, window) not in self._masks:
             places = torch.arange(self._most * KEY_BLOCK, device=self.positions.device)
             keep = _visible(places, self.positions[: self._rows, None], window)
-            self._masks[-1, window] = keep[:, None, None]
+            self._masks[-1, window] = keep[:, None, None, None]
         return self._masks[-1, window]
 
     # pieces of prompts --------------------------------------------------------------------------------------------
@@ -192,9 +193,7 @@ class PagedContext:
         v = v.transpose(1, 2).reshape(n * kv_heads, length, size)
         if (number, rule.window) not in self._masks:
             places = torch.arange(length, device=query.device)
-            keep = _visible(places, pieces.positions[:, :, None], rule.window)
-            keep = keep[:, None, None].expand(n, kv_heads, group, t, length)
-            self._masks[number, rule.window] = keep.reshape(n * kv_heads, group * t, length)
+            self._masks[number, rule.window] = _visible(places, pieces.positions[:, :, None], rule.window)
         out = block_attention(q, k, v, self._masks[number, rule.window], rule)
         out = out.view(n, kv_heads, group, t, size).permute(0, 3, 1, 2, 4).reshape(n, t, heads, size)
         return out[pieces.out_index]

@@ -118,7 +118,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step does: first the copies (source block, target block), then one forward over all the work."""
+    """What one step does: first the copies (source block, target block), then one forward over all the work.
+
+    Single tokens come before longer work.
+    """
 
     work: list[Work] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -226,6 +229,7 @@ class Scheduler:
             place += 1
         if self.preemptions == preemptions:
             self._admit(plan, budget)
+        plan.work.sort(key=lambda work: work.end - work.start > 1)
         return plan
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:

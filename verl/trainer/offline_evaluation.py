@@ -13,6 +13,7 @@ from verl.data.dataset import PromptDataset
 from verl.data.loader import iterate_once
 from verl.models.loading import load_tokenizer
 from verl.rewards.scorer import RuleScorer
+from verl.rollout.embedded import EngineLimits
 from verl.rollout.offline import in_order, load_engine
 from verl.tracking.samples import SampleRow, rows_from_batch
 from verl.trainer.group_metrics import (
@@ -80,8 +81,7 @@ class ModelEvaluation:
             tokenizer,
             config.model.dtype,
             config.model.trust_remote_code,
-            config.rollout.max_num_seqs,
-            config.rollout.max_num_batched_tokens,
+            EngineLimits.of_run(config.rollout, config.data),
             str(choose_device(config)),
         )
         sampler = Sampler(self.plan, config, tokenizer)
