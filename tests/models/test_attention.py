@@ -20,6 +20,7 @@ from verl.models.attention import (
     attention_forward,
     attention_probs,
     block_attention,
+    mask_bias,
     round_up,
     wide_dtype,
 )
@@ -87,7 +88,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rul
 def attention(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rule: AttentionRule) -> Tensor:
     """Ours on the same shapes."""
     flat = query.flatten(0, 1).flatten(1, 2), key.flatten(0, 1).transpose(1, 2).contiguous(), value.flatten(0, 1)
-    return block_attention(*flat, keep, rule).view(query.shape)
+    return block_attention(*flat, mask_bias(keep, query.dtype), rule).view(query.shape)
 
 
 RULES = [
@@ -138,10 +139,10 @@ def test_gradients_are_those_of_the_plain_form(length: int, rule: AttentionRule)
 
 def test_sinks_of_heads_filled_up_with_rows_that_nobody_reads() -> None:
     """As the engine asks: one token, 3 query heads for each of 2 key-value heads, filled up to 8 rows."""
-    scores, keep = torch.randn(4, 2, 8, 1, 20), torch.ones(4, 1, 1, 1, 20, dtype=torch.bool)
+    scores, bias = torch.randn(4, 2, 8, 1, 20), torch.zeros(4, 1, 1, 1, 20)
     rule = AttentionRule(1.0, sinks=torch.randn(6))
-    filled = attention_probs(scores, keep, rule, torch.float32)
-    exact = attention_probs(scores[:, :, :3].contiguous(), keep, rule, torch.float32)
+    filled = attention_probs(scores, bias, rule, torch.float32)
+    exact = attention_probs(scores[:, :, :3].contiguous(), bias, rule, torch.float32)
     assert torch.equal(filled[:, :, :3], exact) and filled.isfinite().all()
 
 
@@ -170,7 +171,8 @@ def test_bits_do_not_depend_on_key_padding_or_on_other_rows(
     few = query[1:, None, :8], shorter[:, None], value[1:, None, :bucket], keep[1:, :, :bucket]
     many = query[:, None], key_t[:, None], value[:, None], keep
     alone, beside = (
-        block_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), seen, rule) for q, k, v, seen in (few, many)
+        block_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask_bias(seen, dtype), rule)
+        for q, k, v, seen in (few, many)
     )
     beside = beside[1:, :8]
     torch.testing.assert_close(alone, beside, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=0)
@@ -198,9 +200,9 @@ def test_keys_may_be_kept_in_blocks(keys: int, rows: int, batch: int, size: int,
         torch.testing.assert_close(by_block, at_once[:, :8], atol=1e-4 if dtype == torch.float32 else 0.5, rtol=0)
         return
     assert torch.equal(by_block, at_once[:, :8])
-    keep, rule = torch.ones(batch, 1, keys, dtype=torch.bool), AttentionRule(size**-0.5)
-    expected = block_attention(query, torch.cat(list(stored), -1)[..., :keys].contiguous(), value, keep, rule)[:, :8]
-    probs, out = attention_probs(by_block, keep, rule, dtype), torch.zeros(())
+    bias, rule = torch.zeros(batch, 1, keys), AttentionRule(size**-0.5)
+    expected = block_attention(query, torch.cat(list(stored), -1)[..., :keys].contiguous(), value, bias, rule)[:, :8]
+    probs, out = attention_probs(by_block, bias, rule, dtype), torch.zeros(())
     for start in range(0, keys, KEY_BLOCK):
         part = slice(start, start + KEY_BLOCK)
         out = out + torch.bmm(probs[..., part].contiguous(), value[:, part].contiguous()).to(wide_dtype(dtype))

@@ -171,14 +171,3 @@ def test_nothing_of_another_row_comes_near() -> None:
         tensor[:, :4] = math.nan
     dirty = PackedContext(packed).attend(0, query, key, value, AttentionRule(1.0))
     assert dirty[:4].isnan().all() and torch.equal(dirty[4:], clean[4:])
-
-
-def test_the_sink_sees_every_layer_before_it_is_used() -> None:
-    packed = pack_rows([[1, 2, 3]], [[]], 0)
-    query, key, value = torch.randn(2, 3, 4), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
-    seen: list[tuple[int, Tensor, Tensor]] = []
-    context = PackedContext(packed, lambda layer, k, v: seen.append((layer, k, v)))
-    for layer in (0, 1):
-        context.attend(layer, query, key, value, AttentionRule(1.0))
-    assert [layer for layer, _, _ in seen] == [0, 1]
-    assert seen[0][1] is key and seen[0][2] is value

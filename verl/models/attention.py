@@ -111,7 +111,12 @@ AttentionInterface.register(ATTENTION_NAME, attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
-def attention_probs(scores: Tensor, keep: Tensor, rule: AttentionRule, dtype: torch.dtype) -> Tensor:
+def mask_bias(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where ``keep``, else -inf, in the dtype that scores of ``dtype`` are summed in."""
+    return torch.zeros(keep.shape, dtype=wide_dtype(dtype), device=keep.device).masked_fill_(~keep, float("-inf"))
+
+
+def attention_probs(scores: Tensor, bias: Tensor, rule: AttentionRule, dtype: torch.dtype) -> Tensor:
     """Scores to attention weights, computed at least in float32.
 
     The sink stands before the keys, so that places of keys in the sum do not depend on how many there are.
@@ -119,14 +124,15 @@ def attention_probs(scores: Tensor, keep: Tensor, rule: AttentionRule, dtype: to
     Args:
         scores: (..., L) products of queries and keys, not yet scaled; with sinks (N, K, G, t, L), where G may be the
             heads of a key-value head filled up with rows that nobody reads.
-        keep: bool, broadcastable to ``scores``; every row keeps at least one key.
-        rule: of the layer; its window is taken to be in ``keep``.
+        bias: of :func:`mask_bias`, broadcastable to ``scores``; every row keeps at least one key.
+        rule: of the layer; its window is taken to be in ``bias``.
         dtype: of the result.
     """
-    scores = scores.to(wide_dtype(scores.dtype)) * rule.scale
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    scores = scores.masked_fill_(~keep, float("-inf"))
+    if rule.softcap is None:
+        scores = torch.add(bias, scores, alpha=rule.scale)  # one pass: scale, widen and mask
+    else:
+        wide = scores.to(bias.dtype) * rule.scale
+        scores = bias + torch.tanh(wide / rule.softcap) * rule.softcap
     if rule.sinks is None:
         return scores.softmax(-1).to(dtype)
     kv_heads, group = scores.shape[1:3]
@@ -135,7 +141,7 @@ def attention_probs(scores: Tensor, keep: Tensor, rule: AttentionRule, dtype: to
     return torch.cat([sinks, scores], -1).softmax(-1)[..., 1:].to(dtype).contiguous()
 
 
-def block_attention(query: Tensor, key_t: Tensor, value: Tensor, keep: Tensor, rule: AttentionRule) -> Tensor:
+def block_attention(query: Tensor, key_t: Tensor, value: Tensor, bias: Tensor, rule: AttentionRule) -> Tensor:
     """Softmax attention whose bits per query row do not depend on the other rows or on key padding.
 
     Nor do they depend on how keys are stored: the scores of each block of 128 keys may as well be computed apart.
@@ -144,16 +150,16 @@ def block_attention(query: Tensor, key_t: Tensor, value: Tensor, keep: Tensor, r
         query: (B, R, D), B = N * K rows and key-value heads, R = G * t query heads and tokens, a multiple of 8.
         key_t: (B, D, L), contiguous: a matmul with a transposed view takes several times as long.
         value: (B, L, D).
-        keep: (N, t, L) bool, the same for all heads of a row; every query keeps at least one key.
-        rule: of the layer; its window is taken to be in ``keep``.
+        bias: (N, t, L) of :func:`mask_bias`, the same for all heads of a row; every query keeps at least one key.
+        rule: of the layer; its window is taken to be in ``bias``.
 
     Returns:
         (B, R, D) in the query's dtype.
     """
     batch, rows, length = query.shape[0], query.shape[1], key_t.shape[2]
-    n, t = keep.shape[:2]
+    n, t = bias.shape[:2]
     scores = torch.bmm(query, key_t).view(n, batch // n, rows // t, t, length)
-    probs = attention_probs(scores, keep[:, None, None], rule, query.dtype).view(batch, rows, length)
+    probs = attention_probs(scores, bias[:, None, None], rule, query.dtype).view(batch, rows, length)
     if length <= KEY_BLOCK:
         return torch.bmm(probs, value)
     wide = wide_dtype(query.dtype)

@@ -9,13 +9,13 @@ Shape legend: T packed tokens, S segments, M response tokens, see also :mod:`ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from verl.models.attention import AttentionRule, block_attention, round_up
+from verl.models.attention import AttentionRule, block_attention, mask_bias, round_up
 
 QUERY_BUCKET = 8
 KEY_BUCKET = 32
@@ -138,30 +138,21 @@ class _Bucket:
 
 
 class PackedContext:
-    """Causal attention within each segment and over its prefix.
+    """Causal attention within each segment and over its prefix."""
 
-    Args:
-        packed: the batch.
-        sink: called with (layer, key, value), each (K, T, D), before they are used; the rollout engine fills its
-            cache this way.
-    """
-
-    def __init__(self, packed: PackedBatch, sink: Callable[[int, Tensor, Tensor], None] | None = None) -> None:
-        self._sink = sink
+    def __init__(self, packed: PackedBatch) -> None:
         self._buckets, self._order = _bucket(packed)
-        self._keep: dict[int | None, list[Tensor]] = {}
+        self._biases: dict[int | None, list[Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         heads, tokens, size = query.shape
         kv_heads = key.shape[0]
         group = heads // kv_heads
-        if self._sink is not None:
-            self._sink(layer, key, value)
         flat_q = query.transpose(0, 1).reshape(tokens, heads * size)
         flat_k = key.transpose(0, 1).reshape(tokens, kv_heads * size)
         flat_v = value.transpose(0, 1).reshape(tokens, kv_heads * size)
         outs = []
-        for bucket, keep in zip(self._buckets, self._masks(rule.window), strict=True):
+        for bucket, bias in zip(self._buckets, self._masks(rule.window, query.dtype), strict=True):
             n, t = bucket.query_index.shape
             length = bucket.key_index.shape[1]
             q = flat_q.index_select(0, bucket.query_index.view(-1)).view(n, t, kv_heads, group, size)
@@ -173,25 +164,25 @@ class PackedContext:
                 q.permute(0, 2, 3, 1, 4).contiguous().view(n * kv_heads, group * t, size),
                 k.permute(0, 2, 3, 1).contiguous().view(n * kv_heads, size, length),
                 v.transpose(1, 2).contiguous().view(n * kv_heads, length, size),
-                keep,
+                bias,
                 rule,
             )
             outs.append(out.view(n, kv_heads, group, t, size).permute(0, 3, 1, 2, 4).reshape(n * t, heads * size))
         return torch.cat(outs).index_select(0, self._order).view(tokens, heads, size)
 
-    def _masks(self, window: int | None) -> list[Tensor]:
-        """Masks (N, t, L) of every bucket, built once a forward for each window size."""
-        if window not in self._keep:
-            masks = []
+    def _masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """Biases (N, t, L) of every bucket, built once a forward for each window size."""
+        if window not in self._biases:
+            biases = []
             for bucket in self._buckets:
                 place = bucket.query_place[:, :, None]
                 keys = torch.arange(bucket.key_index.shape[1], device=place.device)
                 keep = bucket.key_valid[:, None] & (keys <= place)
                 if window is not None:
                     keep &= place - keys < window
-                masks.append(keep)
-            self._keep[window] = masks
-        return self._keep[window]
+                biases.append(mask_bias(keep, dtype))
+            self._biases[window] = biases
+        return self._biases[window]
 
 
 def _bucket(packed: PackedBatch) -> tuple[list[_Bucket], Tensor]:

@@ -11,6 +11,7 @@ share a block, B most blocks of a row, A attention heads, K key-value heads, G =
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from verl.models.attention import (
     KEY_BLOCK,
@@ -28,6 +28,7 @@ from verl.models.attention import (
     AttentionRule,
     attention_probs,
     block_attention,
+    mask_bias,
     round_up,
     wide_dtype,
 )
@@ -41,7 +42,7 @@ DENSE = 0.7
 
 
 class KVPool:
-    """Keys (N, K, D, S) and values (N, K, S, D) of every layer; memory is held from :meth:`acquire` to :meth:`free`."""
+    """Keys and values, each (N, K, S, D), of every layer; memory is held from :meth:`acquire` to :meth:`free`."""
 
     def __init__(
         self, layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device, blocks: int = 0
@@ -56,10 +57,16 @@ class KVPool:
         if self.keys:
             return
         kv_heads, head_size = self._shape
-        new = {"dtype": self._dtype, "device": self._device}
         for _ in range(self._layers):
-            self.keys.append(torch.zeros(self.blocks, kv_heads, head_size, KEY_BLOCK, **new))
-            self.values.append(torch.zeros(self.blocks, kv_heads, KEY_BLOCK, head_size, **new))
+            self.keys.append(self._zeros(self.blocks, kv_heads, KEY_BLOCK, head_size))
+            self.values.append(self._zeros(self.blocks, kv_heads, KEY_BLOCK, head_size))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        # numpy asks the system for zeros, torch would write them.
+        raw = np.zeros(math.prod(shape) * self._dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(raw).view(self._dtype).view(shape)
 
     def free(self) -> None:
         self.keys, self.values = [], []
@@ -119,7 +126,8 @@ class PagedContext:
         self.positions = as_tensor(positions)
         self._tokens, self._rows = tokens, len(rows)
         self._write = as_tensor(blocks), as_tensor(positions % KEY_BLOCK)
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._biases: dict[tuple[int, int | None], Tensor] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
         if rows:
             self._reads, self._order = _plan_reads(rows, as_tensor)
             self._most = max(len(_blocks_of(part)) for part in rows)
@@ -129,7 +137,7 @@ class PagedContext:
         """query (A, T, D), key and value (K, T, D) -> (T, A, D); tokens behind the work's are fill."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         block, place = self._write
-        keys.transpose(2, 3)[block, :, place] = key[:, : self._tokens].transpose(0, 1)
+        keys[block, :, place] = key[:, : self._tokens].transpose(0, 1)
         values[block, :, place] = value[:, : self._tokens].transpose(0, 1)
         if self._rows == query.shape[1]:
             return self._attend_rows(keys, values, query, rule)
@@ -146,20 +154,19 @@ class PagedContext:
         heads, rows, size = query.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
-        queries = query.reshape(kv_heads, group, rows, size).permute(2, 0, 1, 3)  # (T, K, G, D)
-        scores = torch.cat([_scores(read, queries, keys) for read in self._reads])  # (sum of E * m, K, G, S)
+        queries = query.view(kv_heads, group, rows, size).permute(2, 0, 1, 3)  # (T, K, G, D)
+        scores = _joined([self._scores(read, queries, keys) for read in self._reads])  # (sum of E * m, K, G, S)
         if self._order is not None:
             scores = scores.index_select(0, self._order.clamp(max=scores.shape[0] - 1))
         scores = scores.view(rows, self._most, kv_heads, group, KEY_BLOCK).permute(0, 2, 3, 1, 4)
         scores = scores.reshape(rows, kv_heads, group, 1, self._most * KEY_BLOCK)
-        probs = attention_probs(scores, self._keep_rows(rule.window), rule, query.dtype)
+        probs = attention_probs(scores, self._bias_of_rows(rule.window, query.dtype), rule, query.dtype)
         probs = probs.view(rows, kv_heads, group, self._most, KEY_BLOCK).permute(0, 3, 1, 2, 4)
-        parts = [_values(read, probs, values) for read in self._reads]  # (E * m, K, G, D) each
-        if self._order is not None:
-            parts.append(parts[0].new_zeros(1, *parts[0].shape[1:]))
-        summed = torch.cat(parts)
-        if self._order is not None:
-            summed = summed.index_select(0, self._order)
+        parts = [self._values(read, probs, values) for read in self._reads]  # (E * m, K, G, D) each
+        if self._order is None:
+            return parts[0].reshape(rows, heads, size)
+        parts.append(parts[0].new_zeros(1, *parts[0].shape[1:]))
+        summed = torch.cat(parts).index_select(0, self._order)
         if self._most > 1:
             blocks = summed.view(rows, self._most, heads, size).to(wide_dtype(query.dtype)).unbind(1)
             summed = blocks[0]
@@ -167,13 +174,47 @@ class PagedContext:
                 summed = summed + block
         return summed.to(query.dtype).view(rows, heads, size)
 
-    def _keep_rows(self, window: int | None) -> Tensor:
-        """(T, 1, 1, 1, B * S) bool, the same in every layer."""
-        if (-1, window) not in self._masks:
+    def _scores(self, read: _Read, queries: Tensor, keys: Tensor) -> Tensor:
+        """(T, K, G, D) queries of the rows against the blocks that they read: (E * m, K, G, S)."""
+        _, kv_heads, group, size = queries.shape
+        q, k = self._stacked(read, queries, read.rows), _read(keys, read.blocks)
+        scores = torch.bmm(q, k.view(-1, KEY_BLOCK, size).transpose(1, 2))
+        return _unstacked(scores, read, kv_heads, group)
+
+    def _values(self, read: _Read, probs: Tensor, values: Tensor) -> Tensor:
+        """(T, B, K, G, S) probabilities with the values of the blocks that the rows read: (E * m, K, G, D)."""
+        rows, most, kv_heads, group, _ = probs.shape
+        p = probs if self._order is None else probs.reshape(rows * most, kv_heads, group, KEY_BLOCK)
+        v = _read(values, read.blocks)
+        out = torch.bmm(self._stacked(read, p, read.rows * most + read.places), v.view(-1, KEY_BLOCK, v.shape[3]))
+        return _unstacked(out, read, kv_heads, group)
+
+    def _stacked(self, read: _Read, rows: Tensor, index: Tensor) -> Tensor:
+        """(..., K, G, X) rows by index (E, m) -> (E * K, m * G and some zeros, X).
+
+        Query rows come in multiples of 8 (see :mod:`verl.models.attention`); the buffer with the zeros is kept.
+        """
+        entries, m = read.rows.shape
+        kv_heads, group, last = rows.shape[-3:]
+        if m * group % ROW_MULTIPLE == 0 and self._order is None:
+            return rows.reshape(entries * kv_heads, group, last)
+        if self._order is not None:
+            rows = rows.reshape(-1, kv_heads * group * last).index_select(0, index.view(-1))
+        rows = rows.view(entries, m, kv_heads, group, last).transpose(1, 2)
+        shape = entries, kv_heads, round_up(m * group, ROW_MULTIPLE), last
+        buffer = self._buffers.get((id(read), last))
+        if buffer is None:
+            buffer = self._buffers[id(read), last] = rows.new_zeros(shape)
+        buffer[:, :, : m * group].view(entries, kv_heads, m, group, last).copy_(rows)
+        return buffer.view(entries * kv_heads, *shape[2:])
+
+    def _bias_of_rows(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(T, 1, 1, 1, B * S), the same in every layer."""
+        if (-1, window) not in self._biases:
             places = torch.arange(self._most * KEY_BLOCK, device=self.positions.device)
             keep = _visible(places, self.positions[: self._rows, None], window)
-            self._masks[-1, window] = keep[:, None, None, None]
-        return self._masks[-1, window]
+            self._biases[-1, window] = mask_bias(keep, dtype)[:, None, None, None]
+        return self._biases[-1, window]
 
     # pieces of prompts --------------------------------------------------------------------------------------------
 
@@ -187,14 +228,14 @@ class PagedContext:
         group = heads // kv_heads
         q = query.index_select(1, pieces.query_index.view(-1)).view(kv_heads, group, n, t, size)
         q = q.permute(2, 0, 1, 3, 4).reshape(n * kv_heads, group * t, size)
-        k = keys.index_select(0, pieces.blocks).view(n, -1, kv_heads, size, KEY_BLOCK)
-        k = k.permute(0, 2, 3, 1, 4).reshape(n * kv_heads, size, length)
+        k = keys.index_select(0, pieces.blocks).view(n, -1, kv_heads, KEY_BLOCK, size)
+        k = k.permute(0, 2, 4, 1, 3).reshape(n * kv_heads, size, length)
         v = values.index_select(0, pieces.blocks).view(n, -1, kv_heads, KEY_BLOCK, size)
         v = v.transpose(1, 2).reshape(n * kv_heads, length, size)
-        if (number, rule.window) not in self._masks:
-            places = torch.arange(length, device=query.device)
-            self._masks[number, rule.window] = _visible(places, pieces.positions[:, :, None], rule.window)
-        out = block_attention(q, k, v, self._masks[number, rule.window], rule)
+        if (number, rule.window) not in self._biases:
+            keep = _visible(torch.arange(length, device=query.device), pieces.positions[:, :, None], rule.window)
+            self._biases[number, rule.window] = mask_bias(keep, query.dtype)
+        out = block_attention(q, k, v, self._biases[number, rule.window], rule)
         out = out.view(n, kv_heads, group, t, size).permute(0, 3, 1, 2, 4).reshape(n, t, heads, size)
         return out[pieces.out_index]
 
@@ -204,38 +245,21 @@ def _visible(places: Tensor, position: Tensor, window: int | None) -> Tensor:
     return keep if window is None else keep & (position - places < window)
 
 
-def _scores(read: _Read, queries: Tensor, keys: Tensor) -> Tensor:
-    """(T, K, G, D) queries of the rows against the blocks that they read: (E * m, K, G, S)."""
-    entries, m = read.rows.shape
-    _, kv_heads, group, size = queries.shape
-    q = queries.reshape(queries.shape[0], -1).index_select(0, read.rows.view(-1))
-    q = q.view(entries, m, kv_heads, group, size).transpose(1, 2).reshape(entries * kv_heads, m * group, size)
-    k = _read(keys, read.blocks)
-    scores = torch.bmm(_fill_rows(q), k.view(-1, *k.shape[2:]))[:, : m * group]
-    return scores.view(entries, kv_heads, m, group, KEY_BLOCK).transpose(1, 2).reshape(-1, kv_heads, group, KEY_BLOCK)
-
-
-def _values(read: _Read, probs: Tensor, values: Tensor) -> Tensor:
-    """(T, B, K, G, S) probabilities with the values of the blocks that the rows read: (E * m, K, G, D)."""
-    entries, m = read.rows.shape
-    rows, most, kv_heads, group, _ = probs.shape
-    p = probs.reshape(rows * most, kv_heads, group, KEY_BLOCK).index_select(
-        0, (read.rows * most + read.places).view(-1)
-    )
-    p = p.view(entries, m, kv_heads, group, KEY_BLOCK).transpose(1, 2).reshape(entries * kv_heads, m * group, KEY_BLOCK)
-    v = _read(values, read.blocks)
-    out = torch.bmm(_fill_rows(p), v.view(-1, *v.shape[2:]))[:, : m * group]
-    return out.view(entries, kv_heads, m, group, -1).transpose(1, 2).reshape(entries * m, kv_heads, group, -1)
-
-
 def _read(pool: Tensor, blocks: slice | Tensor) -> Tensor:
     return pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks)
 
 
-def _fill_rows(x: Tensor) -> Tensor:
-    """Query rows in multiples of 8 (see :mod:`verl.models.attention`)."""
-    fill = round_up(x.shape[1], ROW_MULTIPLE) - x.shape[1]
-    return F.pad(x, (0, 0, 0, fill)) if fill else x
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _unstacked(out: Tensor, read: _Read, kv_heads: int, group: int) -> Tensor:
+    """(E * K, at least m * G, X) -> (E * m, K, G, X)."""
+    entries, m = read.rows.shape
+    out = out.view(entries, kv_heads, -1, out.shape[2])[:, :, : m * group]
+    if m == 1:
+        return out
+    return out.unflatten(2, (m, group)).transpose(1, 2).flatten(0, 1)
 
 
 # --- plans, the same for all layers --------------------------------------------------------------------------------
