@@ -80,6 +80,8 @@ def project(
         if temperature in (0, 1):
             return logits
         temperature = logits.new_full((rows,), temperature)  # one division kernel for both forms, one result
+    elif bool((temperature == 1).all()):
+        return logits
     return logits / torch.where(temperature == 0, 1.0, temperature)[:, None].to(logits.dtype)
 
 

@@ -166,6 +166,10 @@ class EmbeddedEngine:
             prefill_tokens=self._prefilled,
             decode_tokens=self._decoded,
             finished=self._finished,
+            reused_tokens=self.scheduler.reused_tokens,
+            preemptions=self.scheduler.preemptions,
+            blocks=self.scheduler.blocks.count,
+            blocks_used=self.scheduler.blocks.used,
         )
 
     def _forward(self, plan: Plan) -> Tensor:
@@ -193,6 +197,8 @@ class EmbeddedEngine:
             sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.kept_log_mass.tolist(), strict=True
         ):
             if not math.isfinite(log_prob):
+                self.scheduler.requeue_active()
+                self._forget()  # what is not finite must not lie where another response will be
                 raise EngineError(
                     "the model gives no finite log-probs: its weights are broken", sequence.request.slot, DIVERGED_FIX
                 )

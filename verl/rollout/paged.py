@@ -119,9 +119,7 @@ class PagedContext:
         tokens = sum(part.end - part.start for part in work)
         rows = [part for part in work if part.end - part.start == 1]
         positions = np.concatenate([np.arange(part.start, part.end) for part in work])
-        blocks = np.concatenate(
-            [np.asarray(p.sequence.blocks)[np.arange(p.start, p.end) // KEY_BLOCK] for p in work]
-        )
+        blocks = np.concatenate([np.asarray(p.sequence.blocks)[np.arange(p.start, p.end) // KEY_BLOCK] for p in work])
         as_tensor = lambda values: torch.from_numpy(np.ascontiguousarray(values)).to(device)  # noqa: E731
         self.positions = as_tensor(positions)
         self._tokens, self._rows = tokens, len(rows)

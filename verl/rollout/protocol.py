@@ -173,7 +173,14 @@ class Result:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was made, and what it holds now."""
+    """Counters since the engine was made, and what it holds now.
+
+    Attributes:
+        prefill_tokens, decode_tokens: fed to the model, in chunks and one at a time.
+        reused_tokens: of prompts, whose keys and values were there already.
+        preemptions: how often a response had to give its blocks back and be computed again.
+        blocks, blocks_used: of the key-value pool.
+    """
 
     waiting: int
     active: int
@@ -181,6 +188,10 @@ class EngineStats:
     prefill_tokens: int
     decode_tokens: int
     finished: int
+    reused_tokens: int = 0
+    preemptions: int = 0
+    blocks: int = 0
+    blocks_used: int = 0
 
 
 class RolloutEngine(Protocol):
