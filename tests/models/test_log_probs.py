@@ -105,6 +105,7 @@ def test_rules_of_configurations() -> None:
 @pytest.mark.parametrize("what", ["log_probs", "entropy", "both"])
 def test_chunks_give_what_one_matrix_gives(chunk: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "CHUNK", chunk)
+    monkeypatch.setattr(log_probs, "PIECE", -(-chunk // 2))
     generator = torch.Generator().manual_seed(2)
     leaves = [torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((20, 6), (11, 6), (11,))]
     hidden, weight, bias = leaves

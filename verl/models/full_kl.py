@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from verl.models.log_probs import CHUNK
-
 Logits = Callable[[Tensor], Tensor]  # (N, H) hidden states -> (N, V) tempered logits
+CHUNK = 512  # tokens whose logits of both models exist at once
 
 
 def full_kl(hidden: Tensor, logits: Logits, other_hidden: Tensor, other_logits: Logits) -> Tensor:
