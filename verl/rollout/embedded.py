@@ -235,9 +235,10 @@ def _make_pool(policy: PolicyModel, limits: EngineLimits, longest: int) -> KVPoo
         return pool
     pool.blocks = int(limits.kv_cache_gb * 2**30) // pool.block_bytes
     if pool.blocks < (one if limits.longest else 1):
+        least = math.ceil(one * pool.block_bytes / 2**30 * 1000) / 1000  # rounded up, or it would not do
         raise EngineError(
             f"rollout.kv_cache_gb has no room for one response of {longest if limits.longest else 1} tokens",
             limits.kv_cache_gb,
-            f"give at least {one * pool.block_bytes / 2**30:.2g}, or make prompts and responses shorter",
+            f"give at least {least}, or make prompts and responses shorter",
         )
     return pool

@@ -298,7 +298,7 @@ def _plan_reads(rows: list[Work], as_tensor: AsTensor) -> tuple[list[_Read], Ten
         where = slice(low, high) if dense else as_tensor(np.asarray(listed))
         reads.append(_Read(where, as_tensor(users_of[0]), as_tensor(users_of[1])))
         offset += len(listed) * width
-    if order.shape[1] == 1 and offset == len(rows) and (order[:, 0] == np.arange(len(rows))).all():
+    if list(widths) == [1] and offset == len(rows) and (order == np.arange(len(rows))[:, None]).all():
         return reads, None
     return reads, as_tensor(np.where(order < 0, offset, order).reshape(-1))
 
