@@ -159,7 +159,7 @@ def test_rl_goes_on_from_a_run(sft_run: tuple[Path, str], tmp_path: Path, tiny_m
     assert f"model.path: {run} is its checkpoint of step 5" in screen.getvalue()
     checkpoint = CheckpointStore(tmp_path / "rl" / "checkpoints").open(1)
     assert checkpoint.meta["model"] == str(RunDir(run).checkpoint(5))
-    with pytest.raises(CheckpointError, match="began from another checkpoint"):
+    with pytest.raises(CheckpointError, match="began with another checkpoint than model.path"):
         other = tiny_config(tmp_path, tiny_model_dir, settings, {"trainer": {"total_training_steps": 2}})
         train(other, Console(file=io.StringIO()))
 

@@ -69,7 +69,7 @@ class TrainerState:
                 "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             }
             pending.write_state(STATE_NAME, tree)
-            pending.commit({"model": config.model.path, "reference": config.model.path})
+            pending.commit({"model": config.model.path, "reward_model": config.reward.model.path})
 
     def restore(self, checkpoint: Checkpoint, roles: Roles) -> None:
         """Go on where the checkpoint was."""

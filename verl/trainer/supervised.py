@@ -167,7 +167,7 @@ def _train(config: SupervisedConfig, placed: SupervisedConfig, console: Console)
             say_finished(console, run_dir, checkpoint.step, total_steps)
             return
         if checkpoint is not None:
-            check_same_start(checkpoint, config.model.path)
+            check_same_start(checkpoint, config)
         start = checkpoint.step if checkpoint else 0
         run_dir.truncate_after(start if checkpoint else -1)
         store.clean_partial()
