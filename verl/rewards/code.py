@@ -1,0 +1,78 @@
+"""The rule ``code``: a program in the response, run in a sandbox against the tests of its row."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from functools import lru_cache
+from typing import Any
+
+from verl.config.schema_sandbox import SandboxConfig
+from verl.rewards.code_tests import Test, read_tests
+from verl.rewards.sandbox import Sandbox
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = {"python", "python3", "py"}
+
+
+def extract_code(response_text: str) -> str:
+    """The last fenced block marked as Python; else the last fenced block; else the whole text."""
+    blocks = [(match[1].lower(), match[2]) for match in _FENCE.finditer(response_text)]
+    python = [text for language, text in blocks if language in _PYTHON]
+    if python:
+        return python[-1]
+    return blocks[-1][1] if blocks else response_text
+
+
+def code(
+    response_text: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    partial: bool = False,
+    sandbox: SandboxConfig | None = None,
+) -> dict[str, Any]:
+    """1 if the program passes all tests, else 0.
+
+    Args:
+        ground_truth: see :func:`verl.rewards.code_tests.read_tests`.
+        partial: the share of tests passed instead; otherwise nothing runs after the first failure.
+        sandbox: limits; section ``reward.sandbox``.
+
+    Returns:
+        ``score, acc``; ``passed`` and ``total`` tests; ``reason``: why the first one failed, None if all passed.
+
+    Raises:
+        RewardError: the ground truth has no tests, or the sandbox cannot start or was lost: never the program's fault.
+    """
+    config = sandbox or SandboxConfig()
+    tests = _tests(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth))
+    program = extract_code(response_text)
+    total = sum(len(test.checks) for test in tests)
+    verdicts: list[str | None] = []
+    if program.strip():
+        verdicts = _verdicts(program, tests, config, stop=not partial)
+    passed = verdicts.count(None)
+    reason = next((verdict for verdict in verdicts if verdict), "no code" if not verdicts else None)
+    right = float(passed == total)
+    score = passed / total if partial else right
+    return {"score": score, "acc": right, "passed": passed, "total": total, "reason": reason}
+
+
+@lru_cache(maxsize=256)
+def _tests(ground_truth: str) -> tuple[Test, ...]:
+    return tuple(read_tests(ground_truth))
+
+
+def _verdicts(program: str, tests: tuple[Test, ...], config: SandboxConfig, stop: bool) -> list[str | None]:
+    verdicts: list[str | None] = []
+    end = time.monotonic() + config.total_time_limit
+    with Sandbox(program, config, calls=any(test.kind == "call" for test in tests)) as sandbox:
+        for test in tests:
+            if time.monotonic() >= end:
+                verdicts += ["time-out of all tests together"] * len(test.checks)
+            else:
+                verdicts += test.verdicts(sandbox.run(test.kind, test.payload, test.stdin))
+            if stop and any(verdicts):
+                break
+    return verdicts
