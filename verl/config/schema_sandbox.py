@@ -29,7 +29,7 @@ class SandboxConfig(Section):
         8, ge=1, le=1024, description="How many a program may have at once, itself included."
     )
     workers: Annotated[int, Unit("programs")] | None = Field(
-        None, ge=1, description="Programs that a scorer runs at once; null: as many as it has cores."
+        None, ge=1, le=64, description="Programs that a scorer runs at once; null: as many as it has cores."
     )
     allow_weaker: bool = Field(
         False, description="Run programs also where the machine cannot isolate them fully, with what it can do."

@@ -137,7 +137,7 @@ class _Script:
         self.body.append(ast.Expr(ast.Call(ast.Name("__send__", ast.Load()), lambdas, [])))
         names = [f"__{i}__" for i in range(len(lambdas))]
         code = compile(ast.fix_missing_locations(ast.Expression(condition)), "assert", "eval")
-        space = {"__builtins__": {}, **_TYPES, **_HERE, **_OF_CONSTANTS, "math": math}
+        space: dict[str, Any] = {"__builtins__": {}, **_TYPES, **_HERE, **_OF_CONSTANTS, "math": math}
 
         def check(value: Any) -> bool:
             values = [value] if len(names) == 1 else value

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.rewards import batched, calls
+from verl.rewards.code import check_sandbox, code
 from verl.rewards.custom import VERL, UserFunction, accepts
 from verl.rewards.results import Score
 from verl.rewards.rules import Rule, by_source
 
 if TYPE_CHECKING:
+    from verl.config import SandboxConfig
     from verl.data.rows import PromptRow
 
 ROW_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")  # what a reward is told of a response
@@ -50,23 +52,25 @@ class RuleReward:
 
     Args:
         rule: None: chosen by the row's data source.
+        sandbox: where the rule ``code`` runs programs.
     """
 
-    def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any]) -> None:
-        self._rule, self._kwargs = rule, dict(kwargs)
+    def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any], sandbox: SandboxConfig) -> None:
+        self._rule, self._kwargs, self._sandbox = rule, dict(kwargs), sandbox
         if rule is not None:
             self._checked(rule)
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
-        if self._rule is None:
-            for source in sorted({row.data_source for row in rows}):
-                self._checked(by_source(source))
+        rules = {self._rule or self._checked(by_source(source)) for source in sorted({row.data_source for row in rows})}
+        if code in rules:
+            check_sandbox(self._sandbox)
 
     def score(self, rows: DataProto) -> list[Score]:
         scores: list[Score] = []
         for text, source, truth, extra in _told(rows):
             rule = self._rule or self._checked(by_source(source))
-            call = calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra or {}, **self._kwargs})
+            options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
+            call = calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra or {}, **options})
             calls.run(calls.Callee(rule, rule.__name__), [call], lambda _, found: scores.extend(found))
         return scores
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from verl.errors import RewardError
+from verl.rewards.sandbox_isolation import FIRST_UID, UIDS
 
 if TYPE_CHECKING:
     from verl.config.schema_sandbox import SandboxConfig
@@ -78,10 +79,13 @@ class Sandbox:
     """
 
     def __init__(self, program: str, config: SandboxConfig, calls: bool = False) -> None:
+        if sys.platform != "linux":
+            raise SandboxError("Only Linux can isolate model-written code.", sys.platform, "score elsewhere")
         self._time_limit = config.time_limit
         self._folder = ""
         ours, theirs = socket.socketpair()
         self._socket = ours
+        self.missing: list[str] = []
         python = getattr(sys, "_base_executable", None) or sys.executable
         try:
             self._folder = tempfile.mkdtemp(prefix="verl-sandbox-") if config.allow_weaker else "/"
@@ -89,7 +93,7 @@ class Sandbox:
                 self._process = subprocess.Popen(
                     # Hashes are the same in every run, so that a program that prints a set gets the same score again.
                     [python, *_OPTIONS, _START.format(folder=str(Path(__file__).parent))],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=nowhere,
                     stderr=subprocess.PIPE,
                     cwd="/",
@@ -111,19 +115,19 @@ class Sandbox:
             text = program.encode("utf-8", "surrogatepass")
             ours.settimeout(GRACE)
             self._send(*(str(n).encode() for n in limits), self._folder.encode(), weaker, b"j" if calls else b"", text)
-            missing = [reason.decode() for reason in self._receive()]
+            can_end_all, *missing = (reason.decode() for reason in self._receive())
         except BaseException:
             self.close()
             raise
-        if missing and not config.allow_weaker:
-            self.close()
-            raise SandboxError(
-                "This machine cannot isolate model-written code.",
-                f"missing: {', '.join(missing)}",
-                "run where that is allowed (docs/rewards.md, Code), or set reward.sandbox.allow_weaker=true to run the "
-                "programs without it, with what that lets them do",
-            )
         self.missing = missing
+        if missing and not (config.allow_weaker and can_end_all):
+            self.close()
+            fix = "run where that is allowed (docs/rewards.md, Code)"
+            if can_end_all:
+                fix += ", or set reward.sandbox.allow_weaker=true to run programs with what there is"
+            elif config.allow_weaker:
+                fix += "; without a PID namespace and without root's rights, nothing ends every process of a program"
+            raise SandboxError("This machine cannot isolate model-written code.", f"missing: {', '.join(missing)}", fix)
 
     def run(self, kind: Kind, payload: str = "", stdin: str = "") -> Run:
         """One test (the kinds: :func:`verl.rewards.sandbox_child._execute`), at most ``time_limit`` seconds long.
@@ -149,6 +153,8 @@ class Sandbox:
                 self._process.wait()
             assert self._process.stderr is not None
             self._process.stderr.close()
+            if any(reason.startswith("PID namespace") for reason in self.missing) and os.geteuid() == 0:
+                end_all_of(FIRST_UID + self._process.pid % UIDS)
         if self._folder not in ("", "/"):
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -186,3 +192,9 @@ class Sandbox:
         assert self._process.stderr is not None
         said = self._process.stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
         return SandboxError("The sandbox was lost.", said[-1] if said else error)
+
+
+def end_all_of(uid: int) -> None:
+    """End every process of a user that only a sandbox had, should its keeper have been killed."""
+    end = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, 9)"
+    subprocess.run([sys.executable, "-S", "-c", end], stderr=subprocess.DEVNULL, timeout=GRACE, check=False)

@@ -141,22 +141,26 @@ class Keeper:
         if self._init:
             os.write(self._ask, b".")
             os.read(self._swept, 1)
-            return
-        while True:  # orphans come to this process, see Isolation
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
-                for child in file.read().split():
-                    os.kill(int(child), signal.SIGKILL)
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                return
+        else:
+            _kill_all_others()  # of this user, which is the program's alone
 
     def end(self) -> None:
         if self._init:
             os.kill(self._init, signal.SIGKILL)
-            os.waitpid(self._init, 0)  # comes back when the whole namespace is dead
         else:
-            self.sweep()
+            _kill_all_others()
+        _reap()  # the init ends when the whole namespace has
+
+
+def _kill_all_others() -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 def _take(pipe: int, text: bytearray, only_the_end: bool) -> bool:
@@ -170,15 +174,14 @@ def _take(pipe: int, text: bytearray, only_the_end: bool) -> bool:
 
 def _init_of_namespace(asked: int, tell: int) -> NoReturn:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a signal without a handler cannot reach it from inside
+    os.setsid()
     os.dup2(asked, 0)
     os.dup2(tell, 1)
     os.closerange(2, 1024)
     while os.read(0, 1):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
+        _kill_all_others()
+        _reap()
         os.write(1, b".")
     os._exit(0)
 
@@ -198,6 +201,7 @@ def _become_runner(
         os.closerange(4, 1024)
         os.lseek(0, 0, os.SEEK_SET)
         os.environ.clear()
+        os.setsid()  # the keeper is in the old process group
         _restrict(keeper)
         sys.argv = ["solution.py"]
         sys.stdin, sys.stdout, sys.stderr = (
@@ -349,8 +353,8 @@ def main() -> None:
     *numbers, folder, weaker, preload, program = receive()
     limits = dict(zip(("time_ms", "memory", "file", "output", "processes"), map(int, numbers), strict=True))
     isolation = Isolation(limits["file"], folder.decode())
-    send(*(reason.encode() for reason in isolation.missing))
-    if isolation.missing and weaker != b"yes":
+    send(b"yes" if isolation.can_end_all else b"", *(reason.encode() for reason in isolation.missing))
+    if not isolation.can_end_all or (isolation.missing and weaker != b"yes"):
         return
     if preload:
         import json  # noqa: F401  (once, not in each runner)

@@ -45,11 +45,12 @@ class Isolation:
     Attributes:
         missing: features that the platform does not have, each with the reason.
         pid_namespace: whether there is one.
+        can_end_all: whether there is a way to end whatever the program starts: that namespace, or a user of its own.
     """
 
     def __init__(self, file_limit: int, folder: str) -> None:
         self.missing: list[str] = []
-        self.pid_namespace = False
+        self.pid_namespace = self.can_end_all = False
         self._proc = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY)
         self.oom = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         root = os.geteuid() == 0
@@ -68,9 +69,10 @@ class Isolation:
         if root and self._try("user of its own", self._drop_user):
             self._try("user namespace", self._user_namespace)
             self._try("a standard library that other users may read", lambda: os.close(os.open(os.__file__, 0)))
+            self.can_end_all = True
+        self.can_end_all |= self.pid_namespace
         prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
         prctl(4, 0)  # PR_SET_DUMPABLE: nothing of the same user may look into this process
-        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: without a PID namespace, orphans come here
         call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
         self._try("system call filter", syscall_filter)
         self._try("pidfd_open", lambda: os.close(os.pidfd_open(os.getpid())))
