@@ -66,13 +66,21 @@ class RuleReward:
             check_sandbox(self._sandbox)
 
     def score(self, rows: DataProto) -> list[Score]:
-        scores: list[Score] = []
-        for text, source, truth, extra in _told(rows):
-            rule = self._rule or self._checked(by_source(source))
+        told = list(_told(rows))
+        places: dict[Rule, list[int]] = {}
+        for i, (_, source, _, _) in enumerate(told):
+            places.setdefault(self._rule or self._checked(by_source(source)), []).append(i)
+        scores: dict[int, Score] = {}
+        for rule, own in places.items():
             options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
-            call = calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra or {}, **options})
-            calls.run(calls.Callee(rule, rule.__name__), [call], lambda _, found: scores.extend(found))
-        return scores
+            given = [
+                {"response_text": told[i][0], "ground_truth": told[i][2], "extra_info": told[i][3] or {}} for i in own
+            ]
+            made = [calls.Call({**arguments, **options}) for arguments in given]
+            found: list[list[Score]] = [[] for _ in made]
+            calls.run(calls.Callee(rule, rule.__name__), made, found.__setitem__)
+            scores.update(zip(own, (score for (score,) in found), strict=True))
+        return [scores[i] for i in range(len(told))]
 
     def _checked(self, rule: Rule) -> Rule:
         refused = [name for name in self._kwargs if not accepts(rule, name)]

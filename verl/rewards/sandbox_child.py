@@ -27,7 +27,10 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from sandbox_isolation import Isolation, prctl, syscall_filter
+if __package__:
+    from verl.rewards.sandbox_isolation import Isolation, prctl, syscall_filter
+else:  # alone in its interpreter, with this folder on the path
+    from sandbox_isolation import Isolation, prctl, syscall_filter
 
 CONTROL = 0  # the parent's socket
 VALUES = 3  # of a runner: where the values of calls and expressions go
