@@ -76,7 +76,9 @@ def _known(key: str) -> str:
     if key in sections():
         inside = [name for name in [*leaves(), *sections()] if name.rpartition(".")[0] == key]
         about = _wrapped(f"{key}: {_about(key)}", "", "  ")
-        return "\n".join([*about, *_table((name, _in_short(name)) for name in inside)])
+        nothing = no_meaning(key)
+        verl = [f"verl's key of this name has no meaning here: {nothing.reason}."] if nothing else []
+        return "\n".join([*about, *_table((name, _in_short(name)) for name in inside), *verl])
     fact = facts(key)
     rows = {
         "takes": fact.takes,

@@ -101,7 +101,7 @@ class Scheduler:
         self._slots: set[Slot] = set()
 
     def submit(self, requests: Iterable[Request]) -> list[Result]:
-        """Queue requests; results of those that cannot ever run (finish reason ``refused``) or are at their limit.
+        """Queue requests; results of those that cannot ever run (finish reason ``refused``) or have ended already.
 
         Raises:
             EngineError: a slot that is here already, or an empty prompt; then none of the requests is queued.
@@ -126,6 +126,9 @@ class Scheduler:
                 sequence.versions = request.resume.versions.tolist()
                 mass = request.resume.kept_log_mass
                 sequence.kept_log_mass = [0.0] * len(sequence.ids) if mass is None else mass.tolist()
+            if sequence.ids and sequence.ids[-1] in ends:
+                refused.append(sequence.result("stop"))
+                continue
             if len(sequence.ids) >= sequence.max_new_tokens:
                 refused.append(sequence.result("refused" if room <= 0 else "length"))
                 continue

@@ -32,7 +32,7 @@ function showCurves(data) {
   const held = Object.entries(validation).map(([name, values]) => plain(name, values));
   add("Validation", held.length === 1 ? `held-out prompts of ${held[0].name}` : "held-out prompts, by data source", held, { zero: true });
   add("Response length", "tokens, mean" + (form.bands.checked && metrics["response_length/max"] ? "; shaded: shortest to longest" : ""),
-    [spread(one("response_length/mean", "mean"), "response_length/min", "response_length/max")]);
+    [spread(one("response_length/mean", "mean"), "response_length/min", "response_length/max"), one("response_length/cap", "cap", plain)]);
   add("KL divergence", "nats a token", [one("actor/kl_loss", "to reference (loss)"), one("actor/reward_kl_penalty", "to reference (reward)"), one("actor/ppo_kl", "to old policy")]);
   add("Entropy", "nats a token", [one("actor/entropy", "entropy")]);
   add("Gradient norm", "before clipping", [one("actor/grad_norm", "actor"), one("critic/grad_norm", "critic"), one("train/grad_norm", "model")], { zero: true });
