@@ -46,7 +46,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, rewards: Sequence[st
     if "values" in columns:
         metrics |= spread_metrics("critic/values", columns["values"], mask)
     for name in rewards:
-        values = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
+        values: Sequence[float | None] = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
         known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         metrics |= spread_metrics(f"critic/reward/{name}", known)
     for name, count in batch.meta_info.get("metrics", {}).items():
