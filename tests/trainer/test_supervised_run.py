@@ -214,6 +214,8 @@ def test_a_file_of_the_other_kind_is_named_as_such(
     example = Path(__file__).parents[2] / "examples" / "tiny" / "ppo.yaml"
     assert main(["sft", str(example)]) == 2
     assert "this is a configuration of RL training" in capsys.readouterr().err
+    assert main(["config", "explain", "data.chosen_key"]) == 0
+    assert "a key of verl reward-model train" in capsys.readouterr().out
     assert main(["run", "show", str(run)]) == 0
     assert "sft, 10 examples a step, seed 1" in capsys.readouterr().out
 
