@@ -201,6 +201,22 @@ def test_stop_ids_and_strings() -> None:
     assert (result.response_ids.tolist(), result.finish_reason) == ([2, 3], "length")
 
 
+def test_a_stop_string_over_an_interruption() -> None:
+    """Aborted after every token of "a", "EN", "D!" and gone on with elsewhere: as if it had never been interrupted."""
+    policy, text = markov_policy(SUCCESSOR), PieceTokenizer(["a", "EN", "D!", "b"])
+    asked = request("a", 0, [15], 10, 0.0, stop=("END",))
+    for tokens in (1, 2):
+        first, second = (make_engine(policy, tokenizer=text) for _ in "ab")
+        first.submit([asked])
+        for _ in range(tokens):
+            assert first.step() == []
+        (part,) = first.abort()
+        assert part.response_ids.tolist() == [0, 1][:tokens]
+        resume = Resume(part.response_ids, part.log_probs, part.versions)
+        (result,) = generate(second, [Request(asked.slot, asked.prompt_ids, asked.sampling, resume)])
+        assert (result.response_ids.tolist(), result.finish_reason) == ([0, 1, 2], "stop")
+
+
 def test_prompts_at_the_model_s_limit() -> None:
     """B095: 16 positions, prompts of 15, 16 and 17 tokens, 8 new ones asked for, and one that fits beside them."""
     engine = make_engine(markov_policy(SUCCESSOR, positions=16))

@@ -224,3 +224,7 @@ def test_text_is_cut_before_the_first_stop_string_that_ended_it() -> None:
     assert response_text(result("stop"), as_bytes, ["two", "##"]) == "one"
     assert response_text(result("length"), as_bytes, ["##"]) == "one##two#"
     assert response_text(result("stop"), as_bytes, ["absent"]) == "one##two#"
+    # A stop text that was complete within the forced length is text; one that goes beyond it ended the response.
+    assert response_text(result("stop"), as_bytes, ["##", "two"], min_new_tokens=5) == "one##"
+    assert response_text(result("stop"), as_bytes, ["##", "two"], min_new_tokens=4) == "one"
+    assert response_text(result("stop"), as_bytes, ["##"], min_new_tokens=5) == "one##two#"

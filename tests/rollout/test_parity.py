@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from contract import assert_idle, assert_parity, groups, make_engine, random_prompts, run_all
 from toy_models import FAMILIES, markov_policy, random_policy, successor_logits
 
+from verl.cluster.start import _roles
+from verl.config.load import build_config
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer
 from verl.models.policy import PolicyModel
@@ -72,7 +75,7 @@ def test_the_check_at_the_start(dtype: torch.dtype) -> None:
     policy = random_policy("llama", dtype)
     report = check_parity(make_engine(policy, 8), policy, rows=8, longest=300, group_size=4, temperature=0.7)
     assert report.tokens == 8 * 5
-    assert report.exact == (report.differing == 0) and (report.exact or not policy.rows.proven)
+    assert report.exact == policy.rows.proven and (report.differing == 0 or not policy.rows.proven)
     assert report.largest < 1e-2
 
 
@@ -123,6 +126,7 @@ def test_the_check_finds_a_difference() -> None:
 def test_a_report_of_nothing_proves_nothing() -> None:
     assert not ParityReport(0, 0, 0.0).exact
     assert ParityReport(5, 0, 0.0).exact and not ParityReport(5, 1, 1e-9).exact
+    assert not ParityReport(5, 0, 0.0, proven=False).exact
 
 
 def test_trainer_forward_takes_rows_in_order() -> None:
@@ -133,3 +137,17 @@ def test_trainer_forward_takes_rows_in_order() -> None:
     whole = trainer_forward(policy, requests, ordered, 1.0)
     alone = [trainer_forward(policy, [r], [results[r.slot]], 1.0) for r in requests]
     torch.testing.assert_close(whole, torch.cat(alone), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("parity", "said", "exact"),
+    [
+        (ParityReport(320, 0, 0.0), "agree to the bit (320 log-probs of bfloat16 compared)", True),
+        (ParityReport(320, 0, 0.0, proven=False), "agree in the 320 log-probs compared, but not by proof", False),
+        (ParityReport(320, 2, 1e-6), "differ in 2 of 320 log-probs on this machine (at most 1e-06 nats)", False),
+    ],
+)
+def test_what_a_run_says_of_it(parity: ParityReport, said: str, exact: bool) -> None:
+    lines: list[str] = []
+    roles = _roles(Mock(), build_config({"data": {"train_files": "x"}, "model": {"path": "x"}}), parity, lines.append)
+    assert said in lines[0] and roles.exact_rollout is exact

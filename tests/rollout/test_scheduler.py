@@ -413,6 +413,8 @@ def test_end_tokens_and_the_limit() -> None:
     assert ends([1, 7], stop_token_ids=(7, 8)) == [None, "stop"]
     assert ends([EOS], stop_token_ids=(7,)) == ["stop"]
     assert ends([EOS, 7], ignore_eos=True, stop_token_ids=(7,)) == [None, "stop"]
+    assert ends([1, EOS], ignore_eos=True, stop_token_ids=(7, EOS)) == [None, "stop"]  # asked for by name
+    assert ends([EOS], stop_token_ids=(EOS,)) == ["stop"] == ends([EOS], 1)
 
 
 def test_stop_strings_across_tokens() -> None:
@@ -423,6 +425,39 @@ def test_stop_strings_across_tokens() -> None:
     assert ends([1, 0, 2], 3, stop=("END",), decode=decode) == [None, None, "length"]
     assert ends([0, 1, 2], stop=("zz", "ND!"), decode=decode) == [None, None, "stop"]
     assert ends([3], stop=("END", "b"), decode=decode) == ["stop"]
+
+
+def test_stop_strings_at_the_borders_of_characters() -> None:
+    """A character's last byte completes the stop; its first alone, another character with it, or half of it, do not."""
+    decode = lambda ids: bytes(ids).decode("utf-8", "replace")  # noqa: E731
+    assert ends(list("é".encode()), stop=("é",), decode=decode) == [None, "stop"]
+    assert ends(list("è".encode()), 2, stop=("é",), decode=decode) == [None, "length"]
+    assert ends(list("aé".encode())[:2], 2, stop=("é",), decode=decode) == [None, "length"]
+    assert ends(list("aé!".encode()), 4, stop=("é!", "zz"), decode=decode) == [None, None, None, "stop"]
+    text = PieceTokenizer(["a", "é", "éb", "c"]).decode  # within a token, text behind it
+    assert ends([0, 2, 3], stop=("aé",), decode=text) == [None, "stop", "stop"]
+    # Forced to two tokens: the stop's last byte is the third. Forced to three: it was whole before.
+    ids = list("aé".encode())
+    assert ends(ids, 9, stop=("é",), decode=decode, min_new_tokens=2) == [None, None, "stop"]
+    assert ends([*ids, 97], 9, stop=("é",), decode=decode, min_new_tokens=3) == [None] * 4
+    assert ends([*ids, *ids], 9, stop=("é",), decode=decode, min_new_tokens=3) == [None] * 5 + ["stop"]
+    assert ends([*ids, 97], 4, stop=("aéa",), decode=decode, min_new_tokens=3) == [None] * 3 + ["stop"]
+
+
+def test_a_stop_lies_across_the_border_of_a_resumed_part() -> None:
+    """ "EN" was sampled before the pause; and a part that has its end already is not gone on with."""
+    decode = PieceTokenizer(["a", "EN", "D!", "b"]).decode
+    part = Resume(np.array([0, 1], np.int32), np.array([-1, -1], np.float32), np.array([0, 0], np.int32))
+    scheduler = make()
+    scheduler.submit([Request(Slot("a", 0), [3], SamplingParams(9, stop=("END",)), part)])
+    sequence = scheduler.admit()[0]
+    sequence.append(2, -0.5, 1, 0.0)
+    assert sequence.finish_reason(decode) == "stop"
+    ended = Resume(np.array([1, EOS], np.int32), np.array([-1, -1], np.float32), np.array([0, 0], np.int32))
+    for limit in (2, 9):  # also at its limit: a stop wins
+        results = make().submit([Request(Slot("a", 0), [3], SamplingParams(limit), ended)])
+        assert [(r.finish_reason, r.response_ids.tolist()) for r in results] == [("stop", [1, EOS])]
+    assert make().submit([Request(Slot("a", 0), [3], SamplingParams(9, ignore_eos=True), ended)]) == []
 
 
 @pytest.mark.parametrize("stop", ["完了しましたので終わり", "\U0001f600" * 12, "a" * 60])

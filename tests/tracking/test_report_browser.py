@@ -298,3 +298,12 @@ def test_pages_print_to_paper(browser: Chromium, page: Path) -> None:
     browser.open(page)
     printed: Any = browser.call("Page.printToPDF")
     assert len(printed["data"]) > 50_000
+
+
+def test_supervised_training_shows_its_loss(tmp_path: Path, browser: Chromium) -> None:
+    run = RunDir(tmp_path / "run").create()
+    lines = [{"step": step, "train/loss": 4.0 - step, "val/loss": 5.0 - step} for step in (1, 2, 3)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser.open(write_report(run), 1280, 900)
+    text = browser.run("document.body.innerText")
+    assert "Loss" in text and "no training step yet" not in text and "has not been validated" not in text

@@ -75,7 +75,7 @@ RUNS: list[dict[str, Any]] = [
         "algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["score"]},
         "actor": {"policy_loss": {"loss_mode": "kl_cov"}},
         "trainer": {"n_gpus_per_node": 0, "device": "auto", "default_local_dir": None},
-        "rollout": {"val_kwargs": {"temperature": 1.0}},
+        "rollout": {"val_kwargs": {"temperature": 1.0}, "response_length": {"mode": "adaptive"}},
     },
     {
         "algorithm": {"rollout_correction": {"bypass_mode": True}},

@@ -159,7 +159,7 @@ def test_rl_goes_on_from_a_run(sft_run: tuple[Path, str], tmp_path: Path, tiny_m
     assert f"model.path: {run} is its checkpoint of step 5" in screen.getvalue()
     checkpoint = CheckpointStore(tmp_path / "rl" / "checkpoints").open(1)
     assert checkpoint.meta["model"] == str(RunDir(run).checkpoint(5))
-    with pytest.raises(CheckpointError, match="began from another checkpoint"):
+    with pytest.raises(CheckpointError, match="began with another checkpoint than model.path"):
         other = tiny_config(tmp_path, tiny_model_dir, settings, {"trainer": {"total_training_steps": 2}})
         train(other, Console(file=io.StringIO()))
 
@@ -214,6 +214,8 @@ def test_a_file_of_the_other_kind_is_named_as_such(
     example = Path(__file__).parents[2] / "examples" / "tiny" / "ppo.yaml"
     assert main(["sft", str(example)]) == 2
     assert "this is a configuration of RL training" in capsys.readouterr().err
+    assert main(["config", "explain", "data.chosen_key"]) == 0
+    assert "a key of verl reward-model train" in capsys.readouterr().out
     assert main(["run", "show", str(run)]) == 0
     assert "sft, 10 examples a step, seed 1" in capsys.readouterr().out
 

@@ -111,6 +111,30 @@ def test_scores_are_those_of_transformers(scorer_dir: Path) -> None:
     assert found["val/accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["sft", "pairs"])
+def test_the_gradient_is_that_of_the_mean_over_the_step(small_dir: Path, scorer_dir: Path, pairs: bool) -> None:
+    batch, plain = random_batch(5, [4, 2, 7], pairs)
+    model, optimizer, weights = model_of(scorer_dir if pairs else small_dir, pairs, 60)
+    with patch.object(optimizer, "step", return_value={}):
+        model.update(batch, 0.1)
+    if pairs:
+        stock = AutoModelForSequenceClassification.from_pretrained(scorer_dir, dtype=torch.float32)
+        scores = torch.stack([stock(input_ids=torch.tensor([ids])).logits[0, 0] for ids, _ in plain])
+        margins = torch.tensor([0.25 * size for size in (4, 2, 7)])
+        torch.log1p(torch.exp(-(scores[::2] - scores[1::2] - margins))).mean().backward()
+    else:
+        stock = AutoModelForCausalLM.from_pretrained(small_dir, dtype=torch.float32)
+        losses = []
+        for ids, mark in plain:
+            log_probs = stock(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            own = log_probs.gather(1, torch.tensor(ids)[1:, None])[:, 0]
+            losses.append(-own[torch.tensor(mark)[1:]])
+        torch.cat(losses).mean().backward()
+    for name, parameter in stock.named_parameters():
+        found = weights.masters[name].grad
+        assert float((found - parameter.grad).norm()) <= 1e-4 * float(parameter.grad.norm()), name
+
+
 def test_bradley_terry_by_hand() -> None:
     chosen, rejected = torch.tensor([2.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1.0])
     loss, metrics = bradley_terry(chosen, rejected, torch.tensor([0.0, 0.0, 1.0]), 3)

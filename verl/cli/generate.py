@@ -137,7 +137,7 @@ def _answer(
     refused = 0
     with progress(len(requests), "responses") as told:
         for request, result in zip(requests, in_order(engine, requests, told), strict=True):
-            text = response_text(result, decode, arguments.stop)
+            text = response_text(result, decode, arguments.stop, arguments.min_new_tokens)
             if as_text:
                 require_room(result, request)
                 line = printable(text) if sys.stdout.isatty() else text

@@ -90,6 +90,11 @@ def _require_local_cores(config: Config) -> None:
 def _roles(worker, config: Config, parity: ParityReport, report: Report) -> Roles:  # type: ignore[no-untyped-def]
     if parity.exact:
         report(f"engine and trainer agree to the bit ({parity.tokens} log-probs of {config.model.dtype} compared)")
+    elif not parity.differing:
+        report(
+            f"engine and trainer agree in the {parity.tokens} log-probs compared, but not by proof for every batch "
+            "(a model with experts, or this machine's matmuls): old log-probs are computed by the trainer"
+        )
     else:
         report(
             f"engine and trainer differ in {parity.differing} of {parity.tokens} log-probs on this machine "

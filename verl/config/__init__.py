@@ -24,6 +24,7 @@ from verl.config.schema_run import (
     TrainerConfig,
     ValSamplingConfig,
 )
+from verl.config.schema_sandbox import SandboxConfig
 from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, SupervisedConfig
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "RewardModelTrainingConfig",
     "RolloutConfig",
     "SamplingPlan",
+    "SandboxConfig",
     "SftConfig",
     "SupervisedConfig",
     "TrainerConfig",

@@ -19,6 +19,7 @@ def check(config: Config) -> None:
         _data,
         _sampling,
         _validation,
+        _response_length,
         advantage_checks.problems,
         _kl,
         loss_checks.problems,
@@ -107,6 +108,23 @@ def _validation(config: Config) -> Iterator[Problem]:
         )
 
 
+def _response_length(config: Config) -> Iterator[Problem]:
+    settings, longest = config.rollout.response_length, config.data.max_response_length
+    if settings.mode == "adaptive" and settings.min is not None and settings.min > longest:
+        yield Problem(
+            "rollout.response_length.min is more than data.max_response_length; both count tokens",
+            f"{settings.min} > {longest}",
+            f"set rollout.response_length.min to at most {longest}",
+        )
+    ends = config.rollout.stop or config.rollout.stop_token_ids
+    if config.algorithm.mask_truncated and config.rollout.ignore_eos and not ends:
+        yield Problem(
+            "rollout.ignore_eos=true has every response cut, and algorithm.mask_truncated=true trains on none that is",
+            "nothing would be trained",
+            "set one of them to false, or give rollout.stop or rollout.stop_token_ids",
+        )
+
+
 def _kl(config: Config) -> Iterator[Problem]:
     actor, control = config.actor, config.algorithm.kl_ctrl
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
@@ -137,7 +155,14 @@ def _run(config: Config) -> Iterator[Problem]:
 
 def notices(config: Config) -> list[str]:
     """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
-    sections = (_sampling_notices, _training_notices, advantage_checks.notices, loss_checks.notices, _trainer_notices)
+    sections = (
+        _sampling_notices,
+        _response_length_notices,
+        _training_notices,
+        advantage_checks.notices,
+        loss_checks.notices,
+        _trainer_notices,
+    )
     return [notice for section in sections for notice in section(config)]
 
 
@@ -149,6 +174,24 @@ def _sampling_notices(config: Config) -> Iterator[str]:
         )
     if val.greedy and val.n > 1:
         yield f"rollout.val_kwargs.n={val.n}: validation is greedy, so the {val.n} responses to a prompt are the same"
+
+
+def _response_length_notices(config: Config) -> Iterator[str]:
+    settings = config.rollout.response_length
+    if settings.mode == "fixed":
+        fields = type(settings).model_fields.items()
+        for name in (name for name, field in fields if getattr(settings, name) != field.default):
+            yield f"rollout.response_length.{name} has no effect: rollout.response_length.mode is fixed, not adaptive"
+    elif 1 - settings.quantile > settings.max_cut_share and settings.margin == 1:
+        yield (
+            f"rollout.response_length.quantile={settings.quantile:g} cuts about {1 - settings.quantile:.0%} of "
+            f"responses, and more than max_cut_share={settings.max_cut_share:g} opens the cap: it will open again and "
+            "again"
+        )
+    if config.algorithm.mask_truncated and config.bootstraps:
+        yield (
+            "algorithm.bootstrap_truncated has little effect: algorithm.mask_truncated=true trains on no cut response"
+        )
 
 
 def _training_notices(config: Config) -> Iterator[str]:

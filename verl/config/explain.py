@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, alias_sections, aliases_in, canonical
 from verl.config.fields import facts
 from verl.config.foreign import foreign_keys, foreign_sections, no_meaning, not_yet
-from verl.config.keys import free_dict_of, leaves, sections
+from verl.config.keys import free_dict_of, leaves, sections, using
+from verl.config.schema_supervised import COMMANDS
 from verl.config.text import one_line
 from verl.config.translate import unknown
 from verl.errors import ConfigError
@@ -30,6 +31,10 @@ def explain(word: str) -> str:
         return "\n".join([*_other_spelling(spelled, own), _known(own)])
     if names := named(spelled):
         return "\n\n".join([f"{spelled} alone is no key; it may stand for:", *map(_known, names)])
+    for command, schema in COMMANDS.items():
+        with using(schema):
+            if (own := _own(key)) is not None:
+                return f"a key of {command}:\n\n{_known(own)}"
     foreign = "\n".join(_foreign(spelled, key))
     if foreign:
         return foreign
@@ -76,7 +81,9 @@ def _known(key: str) -> str:
     if key in sections():
         inside = [name for name in [*leaves(), *sections()] if name.rpartition(".")[0] == key]
         about = _wrapped(f"{key}: {_about(key)}", "", "  ")
-        return "\n".join([*about, *_table((name, _in_short(name)) for name in inside)])
+        nothing = no_meaning(key)
+        verl = [f"verl's key of this name has no meaning here: {nothing.reason}."] if nothing else []
+        return "\n".join([*about, *_table((name, _in_short(name)) for name in inside), *verl])
     fact = facts(key)
     rows = {
         "takes": fact.takes,

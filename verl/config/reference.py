@@ -11,7 +11,7 @@ from verl.config.fields import Facts, facts
 from verl.config.foreign import NO_MEANING, NOT_YET
 from verl.config.keys import leaves, sections, using
 from verl.config.overlays import presets
-from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig
+from verl.config.schema_supervised import COMMANDS, SftConfig
 from verl.config.text import one_line
 
 _INTRO = """\
@@ -58,7 +58,7 @@ def reference() -> str:
 
 def _supervised() -> Iterator[str]:
     """The keys of supervised training, apart from the sections that it shares."""
-    for command, schema in (("verl sft", SftConfig), ("verl reward-model train", RewardModelTrainingConfig)):
+    for command, schema in COMMANDS.items():
         about = " ".join((inspect.getdoc(schema) or "").split())
         if schema is SftConfig:
             about += (

@@ -22,6 +22,7 @@ from verl.config.base import (
     Unit,
     acts,
 )
+from verl.config.schema_sandbox import SandboxConfig
 from verl.config.schema_shaping import SHAPING, LengthNormalizationConfig, OverlongBufferConfig
 
 RESERVED_NAMES = ("score", "acc", "pred", "answer")  # keys of a reward function's result that mean something
@@ -400,6 +401,9 @@ class RewardConfig(Section):
     on_error: Literal["skip", "retry", "stop"] = Field(
         "skip",
         description="A response that could not be scored is left out, asked about twice more first, or stops the run.",
+    )
+    sandbox: SandboxConfig = Field(
+        default_factory=SandboxConfig, description="Where model-written programs are run (rule code)."
     )
     length_normalization: LengthNormalizationConfig = Field(
         default_factory=LengthNormalizationConfig, description="Scores divided by a power of the length."

@@ -78,6 +78,31 @@ class ValSamplingConfig(Section):
         return self.temperature == 0 or self.do_sample is False
 
 
+class ResponseLengthConfig(Section):
+    """How long training responses may become; validation always has data.max_response_length."""
+
+    acts_in: ClassVar[str] = "rollout: the longest response of a training step"
+
+    mode: Literal["fixed", "adaptive"] = Field(
+        "fixed",
+        description="fixed: data.max_response_length; adaptive: a little more than most recent responses needed.",
+    )
+    quantile: Share = Field(
+        0.95, gt=0, le=1, description="The cap is the length that this share of recent responses do not exceed, ..."
+    )
+    margin: Number = Field(1.2, ge=1, description="... times this factor.")
+    window: Steps = Field(4, ge=1, description="Training steps whose responses are recent.")
+    min: Tokens | None = Field(
+        None, ge=1, description="The cap is never lower; null: an eighth of data.max_response_length."
+    )
+    max_cut_share: Share = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Where a greater share of a step's responses was cut, the cap opens to data.max_response_length.",
+    )
+
+
 class RolloutConfig(Section):
     """The engine that samples responses, and its training sampling."""
 
@@ -115,6 +140,9 @@ class RolloutConfig(Section):
         default_factory=list, description="Token ids that end a response, beside the model's own end tokens."
     )
     ignore_eos: bool = Field(False, description="Go on after the model's end token, up to max_response_length.")
+    response_length: ResponseLengthConfig = Field(
+        default_factory=ResponseLengthConfig, description="How long training responses may become."
+    )
     val_kwargs: ValSamplingConfig = Field(default_factory=ValSamplingConfig, description="Sampling in validation.")
 
     @field_validator("stop")
@@ -209,8 +237,13 @@ class AlgorithmConfig(Section):
     )
     bootstrap_truncated: bool = Field(
         False,
-        description="gae: a response cut at max_response_length goes on with the critic's value of its end; "
+        description="gae: a response cut at its limit goes on with the critic's value of its end; "
         "false: it counts as finished.",
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="Overlong filtering: responses cut at their limit count in their group, and train nothing.",
+        json_schema_extra=acts("update: actor and critic"),
     )
     use_kl_in_reward: bool = Field(
         False,

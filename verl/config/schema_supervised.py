@@ -190,6 +190,12 @@ class RewardModelTrainingConfig(SupervisedConfig):
             )
 
 
+COMMANDS: dict[str, type[SupervisedConfig]] = {
+    "verl sft": SftConfig,
+    "verl reward-model train": RewardModelTrainingConfig,
+}
+
+
 def schema_of(tree: dict[str, Any]) -> type[SupervisedConfig] | None:
     """The schema of a run's ``config.yaml`` by what is in it; None where it is that of RL training."""
     if "optim" not in tree:

@@ -37,7 +37,7 @@ def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
                 fix = f"remove {setting.spelled}, or set {given.spelled}=float16"
                 what = f"{setting.spelled} and {given.spelled} ask for different compute types"
                 problems[key] = Problem(what, f"{setting.value} and {given.value}", fix)
-        elif key in sections() or key in alias_sections():
+        elif (key in sections() or key in alias_sections()) and no_meaning(key) is None:
             if setting.value not in (None, {}):
                 problems[key] = _section_problem(setting)
         elif (row := not_yet(key)) is not None and not is_harmless(row, setting.value):

@@ -176,8 +176,7 @@ def load_config(path: str | Path, trust_remote_code: bool = False, classifier: b
 
     folder = resolve_model(path)
     raw = _read_json(folder / "config.json")
-    if not (classifier and _is_classifier(raw)):
-        _check_decoder(folder, raw, trust_remote_code)
+    _check_decoder(folder, raw, trust_remote_code, classifier)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -371,8 +370,8 @@ def save_hf_files(source_dir: str | Path, to: str | Path, dtype: torch.dtype | N
 # --- checks -----------------------------------------------------------------------------------------------------
 
 
-def _check_decoder(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuse what is not a plain decoder, by name, before anything of it is loaded."""
+def _check_decoder(folder: Path, raw: dict[str, Any], trust_remote_code: bool, classifier: bool = False) -> None:
+    """Refuse what is not a plain decoder (``classifier``: with whatever head), by name, before it is loaded."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
@@ -390,6 +389,7 @@ def _check_decoder(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -
         log.warning("%s brings its own code (%s); transformers' own %s is used instead", folder, custom, kind)
     named = [str(name) for name in raw.get("architectures") or []]
     decoder = not named or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named)
+    decoder = decoder or (classifier and _is_classifier(raw))
     if not decoder or kind not in CAUSAL or kind in MASKED or raw.get("is_encoder_decoder"):
         raise ModelError(
             f"not a decoder language model: {', '.join(named) or kind or 'config.json names no model_type'}",

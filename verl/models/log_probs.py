@@ -17,7 +17,7 @@ from verl.models.rows import RowRule, linear_rows
 
 # Tokens whose logits are looked at together: 64 x 49,152 float32 numbers, 12 MB, stay in a CPU's cache.
 PIECE = 64
-# Tokens whose gradients by the logits (in the model's dtype) are multiplied together: a gradient of the whole projection
+# Tokens whose gradients by the logits (in the model's dtype) are multiplied together: the whole projection's gradient
 # is read and written for each chunk.
 CHUNK = 1024
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.rewards import batched, calls
+from verl.rewards.code import check_sandbox, code
 from verl.rewards.custom import VERL, UserFunction, accepts
 from verl.rewards.results import Score
 from verl.rewards.rules import Rule, by_source
 
 if TYPE_CHECKING:
+    from verl.config import SandboxConfig
     from verl.data.rows import PromptRow
 
 ROW_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")  # what a reward is told of a response
@@ -50,25 +52,35 @@ class RuleReward:
 
     Args:
         rule: None: chosen by the row's data source.
+        sandbox: where the rule ``code`` runs programs.
     """
 
-    def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any]) -> None:
-        self._rule, self._kwargs = rule, dict(kwargs)
+    def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any], sandbox: SandboxConfig) -> None:
+        self._rule, self._kwargs, self._sandbox = rule, dict(kwargs), sandbox
         if rule is not None:
             self._checked(rule)
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
-        if self._rule is None:
-            for source in sorted({row.data_source for row in rows}):
-                self._checked(by_source(source))
+        rules = {self._rule or self._checked(by_source(source)) for source in sorted({row.data_source for row in rows})}
+        if code in rules:
+            check_sandbox(self._sandbox)
 
     def score(self, rows: DataProto) -> list[Score]:
-        scores: list[Score] = []
-        for text, source, truth, extra in _told(rows):
-            rule = self._rule or self._checked(by_source(source))
-            call = calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra or {}, **self._kwargs})
-            calls.run(calls.Callee(rule, rule.__name__), [call], lambda _, found: scores.extend(found))
-        return scores
+        told = list(_told(rows))
+        places: dict[Rule, list[int]] = {}
+        for i, (_, source, _, _) in enumerate(told):
+            places.setdefault(self._rule or self._checked(by_source(source)), []).append(i)
+        scores: dict[int, Score] = {}
+        for rule, own in places.items():
+            options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
+            given = [
+                {"response_text": told[i][0], "ground_truth": told[i][2], "extra_info": told[i][3] or {}} for i in own
+            ]
+            made = [calls.Call({**arguments, **options}) for arguments in given]
+            found: list[list[Score]] = [[] for _ in made]
+            calls.run(calls.Callee(rule, rule.__name__), made, found.__setitem__)
+            scores.update(zip(own, (score for (score,) in found), strict=True))
+        return [scores[i] for i in range(len(told))]
 
     def _checked(self, rule: Rule) -> Rule:
         refused = [name for name in self._kwargs if not accepts(rule, name)]

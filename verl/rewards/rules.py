@@ -17,9 +17,10 @@ from typing import Any
 
 from verl.config.names import did_you_mean, matches
 from verl.errors import RewardError
+from verl.rewards.code import code
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
-Rule = Callable[..., dict[str, Any]]
+Rule = Callable[..., Any]  # the dict, or (code) a coroutine of it
 
 LONGEST_ANSWER = 200  # characters; what is longer is scored as it is, and is a text rather than an answer
 
@@ -183,6 +184,7 @@ RULES: dict[str, Rule] = {
     "exact_match": exact_match,
     "boxed": boxed,
     "reasoning_gym": reasoning_gym,
+    "code": code,
 }
 
 # First match wins; a trailing * stands for any ending.
@@ -190,6 +192,10 @@ SOURCES: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "gsm8k": "gsm8k",
     "reasoning_gym/*": "reasoning_gym",
+    "apps": "code",
+    "taco": "code",
+    "codecontests": "code",
+    "codeforces": "code",
 }
 
 

@@ -25,7 +25,7 @@ from verl.rewards.results import MEANINGFUL, Outcome, Score, check_result
 from verl.rewards.rules import rule_named
 
 if TYPE_CHECKING:
-    from verl.config import RewardConfig
+    from verl.config import RewardConfig, SandboxConfig
     from verl.data.rows import PromptRow
 
 RETRIES = 2  # further tries with reward.on_error=retry
@@ -178,10 +178,10 @@ def _parts(config: RewardConfig, decode: Decode | None, function: Callable[..., 
         yield Part("", FunctionReward(check_function(function, name, kwargs=kwargs), kwargs, decode))
     elif config.functions:
         for name, entry in config.parts.items():
-            reward = _reward(entry.rule, entry.path, entry.name, entry.kwargs, decode)
+            reward = _reward(entry.rule, entry.path, entry.name, entry.kwargs, decode, config.sandbox)
             yield Part(name, reward, entry.weight, entry.data_sources)
     else:
-        yield Part("", _reward(config.rule, custom.path, custom.name, kwargs, decode))
+        yield Part("", _reward(config.rule, custom.path, custom.name, kwargs, decode, config.sandbox))
 
 
 def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
@@ -193,12 +193,17 @@ def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
 
 
 def _reward(
-    rule: str | None, path: str | None, name: str, kwargs: Mapping[str, Any], decode: Decode | None
+    rule: str | None,
+    path: str | None,
+    name: str,
+    kwargs: Mapping[str, Any],
+    decode: Decode | None,
+    sandbox: SandboxConfig,
 ) -> RuleReward | FunctionReward:
     if path is not None:
         return FunctionReward(load_function(path, name, kwargs), kwargs, decode)
     assert rule is not None
-    return RuleReward(None if rule == "auto" else rule_named(rule), kwargs)
+    return RuleReward(None if rule == "auto" else rule_named(rule), kwargs, sandbox)
 
 
 def combined(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:

@@ -162,7 +162,8 @@ def stream(engine: EmbeddedEngine, request: Request, decode: Decode) -> Iterator
         ended = engine.step()
         if ended:
             require_room(ended[0], request)
-            yield text.finish(response_text(ended[0], decode, request.sampling.stop))
+            sampling = request.sampling
+            yield text.finish(response_text(ended[0], decode, sampling.stop, sampling.min_new_tokens))
             return
         yield text.grow(engine.scheduler.active[0].ids)
 

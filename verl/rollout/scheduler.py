@@ -163,7 +163,7 @@ class Scheduler:
         self._waiting_for: Counter[bytes] = Counter()  # waiting sequences by the key of their whole prompt
 
     def submit(self, requests: Iterable[Request]) -> list[Result]:
-        """Queue requests; results of those that cannot ever run (finish reason ``refused``) or are at their limit.
+        """Queue requests; results of those that cannot ever run (finish reason ``refused``) or have ended already.
 
         Raises:
             EngineError: a slot that is here already, or an empty prompt; then none of the requests is queued.
@@ -181,6 +181,9 @@ class Scheduler:
         for request in requests:
             sequence = self._sequence(request)
             fits = blocks_for(sequence.full_length, self.block_size) <= self.blocks.count
+            if sequence.ids and sequence.ids[-1] in sequence.end_tokens:
+                refused.append(sequence.result("stop"))
+                continue
             if not fits or len(sequence.ids) >= sequence.max_new_tokens:
                 refused.append(sequence.result("length" if fits and sequence.max_new_tokens > 0 else "refused"))
                 continue

@@ -15,11 +15,14 @@ Decode = Callable[[Sequence[int] | NDArray[np.int32]], str]
 UNFINISHED = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
-def response_text(result: Result, decode: Decode, stop: Sequence[str] = ()) -> str:
-    """The response's text, cut before the stop string that ended it."""
+def response_text(result: Result, decode: Decode, stop: Sequence[str] = (), min_new_tokens: int = 0) -> str:
+    """The response's text, cut before the stop string that ended it, which the first ``min_new_tokens`` do not hold."""
     text = decode(result.response_ids)
-    ends = [text.find(string) for string in stop if string in text] if result.finish_reason == "stop" else []
-    return text[: min(ends)] if ends else text
+    if result.finish_reason != "stop":
+        return text
+    forced = len(decode(result.response_ids[:min_new_tokens]).rstrip(UNFINISHED)) if min_new_tokens else 0
+    found = [text.find(string, max(forced - len(string) + 1, 0)) for string in stop]
+    return text[: min((place for place in found if place >= 0), default=len(text))]
 
 
 class TextStream:

@@ -87,6 +87,11 @@ def response_lengths(batch: DataProto) -> Tensor:
     return batch.tensors["attention_mask"][:, batch.tensors["prompts"].shape[1] :].sum(1)
 
 
+def cut_rows(batch: DataProto) -> Tensor:
+    """(B,) bool, responses that were cut at their limit."""
+    return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+
+
 def critic_columns(batch: DataProto, critic: Critic, bootstrap: bool) -> DataProto:
     """The critic's ``values`` and, for responses cut by the length limit, the value behind their last token.
 
@@ -96,7 +101,7 @@ def critic_columns(batch: DataProto, critic: Critic, bootstrap: bool) -> DataPro
     if not bootstrap:
         return critic.values(batch)
     tensors, lengths = batch.tensors, response_lengths(batch)
-    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    cut = cut_rows(batch)
     attention = torch.nn.functional.pad(tensors["attention_mask"], (0, 1))
     end = (tensors["prompts"].shape[1] + lengths).unsqueeze(1)
     longer = DataProto.from_dict(

@@ -10,6 +10,7 @@ from verl.algorithms.advantages import outcome_scores
 from verl.algorithms.metric import Metric, mean_metric, spread_metrics
 from verl.protocol import DataProto
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
+from verl.trainer.advantages import cut_rows
 
 # Parts of a step whose time is also given by token.
 PER_TOKEN = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -31,7 +32,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, rewards: Sequence[st
     attention = columns["attention_mask"]
     response_length = attention[:, prompt_width:].sum(1).double()
     prompt_length = attention[:, :prompt_width].sum(1).double()
-    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    cut = cut_rows(batch)
     metrics = {
         **spread_metrics("critic/score", outcome_scores(columns["token_level_scores"], mask), scored),
         **spread_metrics("critic/rewards", outcome_scores(columns["token_level_rewards"], mask), scored),
@@ -45,7 +46,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, rewards: Sequence[st
     if "values" in columns:
         metrics |= spread_metrics("critic/values", columns["values"], mask)
     for name in rewards:
-        values = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
+        values: Sequence[float | None] = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
         known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         metrics |= spread_metrics(f"critic/reward/{name}", known)
     for name, count in batch.meta_info.get("metrics", {}).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.schedules import learning_rate, moving_values
@@ -59,12 +59,12 @@ class TrainingLoop:
             with timer("step"):
                 now = state.scheduled(config, self.total_steps)
                 kl_coef = state.kl_coef.value(state.step, self.total_steps)
+                sampler = replace(self.train_sampler, max_new_tokens=state.cap.value)
                 if config.algorithm.filter_groups.enable:
-                    loader, sampler = state.loader, self.train_sampler
-                    batch = filtered_rollout(loader.next_batch, roles, sampler, config, timer, loader.learn)
+                    batch = filtered_rollout(state.loader.next_batch, roles, sampler, config, timer, state.learn)
                 else:
-                    batch = rollout(state.loader.next_batch(), roles, self.train_sampler, timer)
-                    state.loader.learn(batch)
+                    batch = rollout(state.loader.next_batch(), roles, sampler, timer)
+                    state.learn(batch)
                 batch, found = process(batch, roles, now, kl_coef, timer, state.shaper)
                 trained = update(batch, roles, now, self.learning_rates(), state.step, timer)
                 with timer("update_weights"):
@@ -72,6 +72,7 @@ class TrainingLoop:
             described = batch_metrics(batch, config.data.max_prompt_length, list(config.reward.functions))
             numbers = reduce_metrics(described | found | trained)
             state.observe(numbers, len(batch))
+            numbers |= state.cap.advance()
             self.write_samples("train", [batch])
             state.step += 1
             last = state.step == self.total_steps

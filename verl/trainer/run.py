@@ -68,6 +68,7 @@ class Inputs:
         if config.reward.model.path is not None:
             with naming("reward.model.path"):
                 require_classifier(config.reward.model.path)
+                load_config(config.reward.model.path, classifier=True)
         scorer = RuleScorer(config.reward, function=reward)
         for dataset in filter(None, (training, validation)):
             scorer.check_rows(dataset.exemplars)
@@ -105,7 +106,7 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
             say_finished(console, run_dir, checkpoint.step, total_steps)
             return
         if checkpoint is not None:
-            check_same_start(checkpoint, config.model.path)
+            check_same_start(checkpoint, config)
         start = checkpoint.step if checkpoint else 0
         run_dir.truncate_after(start if checkpoint else -1)
         store.clean_partial()

@@ -39,19 +39,21 @@ def opened(config: SectionT) -> Iterator[SectionT]:
         yield config
 
 
-def check_same_start(checkpoint: Checkpoint, path: str) -> None:
-    """Refuse to go on from a model of another checkpoint than the run began with: the reference would be another.
+def check_same_start(checkpoint: Checkpoint, config: Section) -> None:
+    """Refuse to go on with another reference or reward model than the run began with, where those are checkpoints.
 
     Raises:
         CheckpointError: they differ.
     """
-    then = str(checkpoint.meta.get("model"))
-    if then != path and "checkpoints/step_" in then:
-        raise CheckpointError(
-            "the run began from another checkpoint than model.path names now",
-            f"{path}, then {then}",
-            f"set model.path={then}",
-        )
+    now = dict(_paths(config))
+    for key, name in (("model.path", "model"), ("reward.model.path", "reward_model")):
+        then = str(checkpoint.meta.get(name))
+        if then != now.get(key) and "checkpoints/step_" in then:
+            raise CheckpointError(
+                f"the run began with another checkpoint than {key} names now",
+                f"{now.get(key)}, then {then}",
+                f"set {key}={then}",
+            )
 
 
 def _paths(config: Section) -> list[tuple[str, str]]:

@@ -35,11 +35,13 @@ class Sampler:
         plan: temperature, truncation and responses a prompt.
         config: lengths, stop conditions and the run's seed.
         tokenizer: decodes responses for the reward functions; training never reads the text.
+        max_new_tokens: of a response; None: ``data.max_response_length``.
     """
 
     plan: SamplingPlan
     config: Config
     tokenizer: PreTrainedTokenizerBase
+    max_new_tokens: int | None = None
 
     def requests(self, prompts: DataProto) -> list[Request]:
         """``plan.n`` requests a prompt, those of a prompt side by side, a greedy baseline (index -1) behind them."""
@@ -58,7 +60,7 @@ class Sampler:
     def _params(self, uid: str, index: int) -> SamplingParams:
         rollout = self.config.rollout
         return SamplingParams(
-            max_new_tokens=self.config.data.max_response_length,
+            max_new_tokens=self.max_new_tokens or self.config.data.max_response_length,
             temperature=0.0 if index == BASELINE_INDEX else self.plan.temperature,
             top_p=self.plan.top_p,
             top_k=self.plan.top_k,
@@ -96,7 +98,9 @@ class Sampler:
             non_tensors={
                 "index": [result.slot.index for result in results],
                 "finish_reason": [result.finish_reason for result in results],
-                "response_text": [response_text(r, self._decode, self.config.rollout.stop) for r in results],
+                "response_text": [
+                    response_text(r, self._decode, self.config.rollout.stop, self.plan.min_new_tokens) for r in results
+                ],
             },
         )
         return rows.union(generated)

@@ -19,7 +19,7 @@ from verl.config import BatchPlan, Config
 from verl.protocol import DataProto
 from verl.rollout.protocol import BASELINE_INDEX
 from verl.rollout.seeds import slot_seed, uniforms
-from verl.trainer.advantages import Metrics, advantage_columns, critic_columns, response_lengths
+from verl.trainer.advantages import Metrics, advantage_columns, critic_columns, cut_rows, response_lengths
 from verl.trainer.sampling import Sampler
 from verl.trainer.timer import StepTimer
 
@@ -170,7 +170,8 @@ def mini_batches(batch: DataProto, plan: BatchPlan, config: Config, step: int) -
     """Whole groups, ``plan.mini_batch_prompts`` of them at a time, ``plan.epochs`` times over.
 
     With ``actor.shuffle`` groups are drawn anew each epoch, from (seed, step, epoch). The last part of a short batch
-    may be smaller; a part without a trained token is left out, as nothing could be learnt from it.
+    may be smaller; a part without a trained token is left out, as nothing could be learnt from it. With
+    ``algorithm.mask_truncated`` cut responses have counted in their group's advantages and are masked here.
     """
     n = config.rollout.n
     groups = len(batch) // n
@@ -182,5 +183,7 @@ def mini_batches(batch: DataProto, plan: BatchPlan, config: Config, step: int) -
             chosen = order[start : start + plan.mini_batch_prompts]
             rows = (chosen[:, None] * n + np.arange(n)).reshape(-1)
             part = batch.select_idxs(rows)
+            if config.algorithm.mask_truncated:
+                part.batch["response_mask"] = part.batch["response_mask"] & ~cut_rows(part)[:, None]
             if bool(part.batch["response_mask"].any()):
                 yield part

@@ -12,6 +12,8 @@ from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.loader import PromptLoader
+from verl.protocol import DataProto
+from verl.trainer.response_cap import ResponseCap
 
 STATE_NAME = "trainer"
 
@@ -26,6 +28,7 @@ class TrainerState:
         kl_coef: coefficient of the KL penalty in the reward.
         actor_schedules: the actor's coefficients, by the field that they set.
         shaper: of scores, with the statistics of all scores so far.
+        cap: of the length of responses.
         held: training steps, by role, in which no gradient was finite; learning-rate schedules do not count them.
     """
 
@@ -34,11 +37,19 @@ class TrainerState:
     kl_coef: Schedule
     actor_schedules: dict[str, Schedule]
     shaper: RewardShaper
+    cap: ResponseCap
     held: dict[str, int] = field(default_factory=lambda: {"actor": 0, "critic": 0})
 
     @classmethod
     def fresh(cls, config: Config, loader: PromptLoader) -> TrainerState:
-        return cls(0, loader, kl_schedule(config.algorithm.kl_ctrl), actor_schedules(config.actor), new_shaper(config))
+        return cls(
+            0,
+            loader,
+            kl_schedule(config.algorithm.kl_ctrl),
+            actor_schedules(config.actor),
+            new_shaper(config),
+            ResponseCap(config),
+        )
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -48,6 +59,11 @@ class TrainerState:
         """The run's configuration with this step's values of the actor's coefficients."""
         actor = scheduled_actor(config.actor, self.actor_schedules, self.step, total_steps)
         return config.model_copy(update={"actor": actor})
+
+    def learn(self, batch: DataProto) -> None:
+        """Tell whoever chooses prompts and lengths what a batch of responses was like."""
+        self.loader.learn(batch)
+        self.cap.learn(batch)
 
     def observe(self, numbers: Mapping[str, float], samples: int) -> None:
         """Tell adaptive schedules the step's metrics, and its number of responses; note roles that learnt nothing."""
@@ -65,11 +81,12 @@ class TrainerState:
                 "step": self.step,
                 "loader": self.loader.state_dict(),
                 "shaper": self.shaper.state_dict(),
+                "cap": self.cap.state_dict(),
                 "held": self.held,
                 "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             }
             pending.write_state(STATE_NAME, tree)
-            pending.commit({"model": config.model.path, "reference": config.model.path})
+            pending.commit({"model": config.model.path, "reward_model": config.reward.model.path})
 
     def restore(self, checkpoint: Checkpoint, roles: Roles) -> None:
         """Go on where the checkpoint was."""
@@ -79,6 +96,7 @@ class TrainerState:
         self.step = tree["step"]
         self.loader.load_state_dict(tree["loader"])
         self.shaper.load_state_dict(tree["shaper"])
+        self.cap.load_state_dict(tree["cap"])
         self.held = tree["held"]
         for name, schedule in self.schedules.items():
             schedule.load_state_dict(tree["schedules"][name])

@@ -167,7 +167,7 @@ def _train(config: SupervisedConfig, placed: SupervisedConfig, console: Console)
             say_finished(console, run_dir, checkpoint.step, total_steps)
             return
         if checkpoint is not None:
-            check_same_start(checkpoint, config.model.path)
+            check_same_start(checkpoint, config)
         start = checkpoint.step if checkpoint else 0
         run_dir.truncate_after(start if checkpoint else -1)
         store.clean_partial()
@@ -197,7 +197,8 @@ def _train(config: SupervisedConfig, placed: SupervisedConfig, console: Console)
 
 
 def _load_data(config: SupervisedConfig) -> tuple[ExampleDataset, ExampleDataset | None]:
-    model = load_config(config.model.path, config.model.trust_remote_code, classifier=True).get_text_config()
+    pairs = isinstance(config, RewardModelTrainingConfig)
+    model = load_config(config.model.path, config.model.trust_remote_code, classifier=pairs).get_text_config()
     data: Any = config.data
     limit = getattr(model, "max_position_embeddings", None)
     if limit is not None and data.max_length > limit:
@@ -208,7 +209,7 @@ def _load_data(config: SupervisedConfig) -> tuple[ExampleDataset, ExampleDataset
         )
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
     ends = stop_ids(config.model.path, tokenizer)
-    load = load_pairs if isinstance(config, RewardModelTrainingConfig) else load_conversations
+    load = load_pairs if pairs else load_conversations
     training = load(data.train_files, data, tokenizer, ends)
     validation = load(data.val_files, data, tokenizer, ends, "data.val_files") if data.val_files else None
     return training, validation

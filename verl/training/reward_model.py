@@ -126,11 +126,12 @@ def load_reward_model(
     Raises:
         ModelError: it cannot be loaded.
     """
-    path, trust = config.reward.model.path, config.model.trust_remote_code
+    path = config.reward.model.path
     if path is None:
         return None
-    model = load_classifier(path, getattr(torch, config.model.dtype), trust, ATTENTION_NAME).to(device)
-    tokenizer = load_tokenizer(path, trust)
+    # model.trust_remote_code is for the actor's code: no other model's runs by it.
+    model = load_classifier(path, getattr(torch, config.model.dtype), attn_implementation=ATTENTION_NAME).to(device)
+    tokenizer = load_tokenizer(path)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     ends = stop_ids(path, tokenizer)
     return RewardModel(ValueModel(model), config.reward.model, tokenizer, ends, actor_tokenizer, positions)

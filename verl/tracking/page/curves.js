@@ -26,15 +26,18 @@ function showCurves(data) {
     spread(one("critic/score/mean", "reward"), "critic/score/min", "critic/score/max"),
     reward && String(score) !== String(reward) ? line("after KL penalty", reward) : null,
   ], { zero: true });
+  add("Loss", "of supervised training", [one("train/loss", "trained"), one("val/loss", "held-out", plain)], { zero: true });
+  add("Accuracy", "share of pairs whose better answer scores higher", [one("train/accuracy", "trained"), one("val/accuracy", "held-out", plain)]);
+  add("Scores", "mean", [one("train/score_chosen", "of better answers"), one("train/score_rejected", "of worse answers")]);
   const held = Object.entries(validation).map(([name, values]) => plain(name, values));
   add("Validation", held.length === 1 ? `held-out prompts of ${held[0].name}` : "held-out prompts, by data source", held, { zero: true });
   add("Response length", "tokens, mean" + (form.bands.checked && metrics["response_length/max"] ? "; shaded: shortest to longest" : ""),
-    [spread(one("response_length/mean", "mean"), "response_length/min", "response_length/max")]);
+    [spread(one("response_length/mean", "mean"), "response_length/min", "response_length/max"), one("response_length/cap", "cap", plain)]);
   add("KL divergence", "nats a token", [one("actor/kl_loss", "to reference (loss)"), one("actor/reward_kl_penalty", "to reference (reward)"), one("actor/ppo_kl", "to old policy")]);
   add("Entropy", "nats a token", [one("actor/entropy", "entropy")]);
-  add("Gradient norm", "before clipping", [one("actor/grad_norm", "actor"), one("critic/grad_norm", "critic")], { zero: true });
+  add("Gradient norm", "before clipping", [one("actor/grad_norm", "actor"), one("critic/grad_norm", "critic"), one("train/grad_norm", "model")], { zero: true });
   add("Clip fraction", "share of tokens held by the clip", [one("actor/pg_clipfrac", "upper and lower"), one("actor/pg_clipfrac_lower", "dual clip"), one("critic/vf_clipfrac", "values")], { zero: true });
-  add("Learning rate", "", [one("actor/lr", "actor", plain), one("critic/lr", "critic", plain)], { zero: true });
+  add("Learning rate", "", [one("actor/lr", "actor", plain), one("critic/lr", "critic", plain), one("train/lr", "model", plain)], { zero: true });
   add("Cut responses", "share that reached the longest length", [one("response_length/clip_ratio", "cut")], { zero: true });
   add("Groups without spread", "share whose responses all got the same reward", [one("training/frac_reward_zero_std", "share")], { zero: true });
   add("Value loss", "critic", [one("critic/vf_loss", "value loss")], { zero: true });
@@ -46,7 +49,7 @@ function showCurves(data) {
   for (const metric of picked) if (metrics[metric]) add(metric, "", [line(metric, metrics[metric])], { height: 150 });
   for (const kind of byId("marks").children) kind.hidden = !data.marks.some((mark) => mark.kind === kind.className);
   if (!holder.children.length) holder.append(el("p", { class: "muted wide" }, "No step has been logged yet, so there is nothing to draw."));
-  else if (!held.length) holder.append(el("p", { class: "muted wide" }, "This run has not been validated: no validation curve."));
+  else if (!held.length && !metrics["val/loss"]) holder.append(el("p", { class: "muted wide" }, "This run has not been validated: no validation curve."));
   return Object.keys(metrics).filter((name) => !used.has(name));
 }
 

@@ -14,7 +14,8 @@ function ends(values, window) {
 function tiles({ summary: s, facts, status, curves }) {
   const result = [], about = s.window > 1 ? `mean of the first and last ${s.window} steps` : "first and last step";
   const none = (name, text) => result.push([name, ["–"], text]);
-  if (s.reward_first === null) none("Reward", "no training step yet");
+  if (s.loss_first !== null) result.push(["Loss", change(s.loss_first, s.loss_last, true), about]);
+  else if (s.reward_first === null) none("Reward", "no training step yet");
   else if (s.trained_steps === 1) result.push(["Reward", [figure(round3(s.reward_last))], "of the only step"]);
   else result.push(["Reward", change(s.reward_first, s.reward_last), about]);
   if (s.val_first === null) none("Validation", "not validated");

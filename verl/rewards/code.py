@@ -1,0 +1,97 @@
+"""The rule ``code``: a program in the response, run in a sandbox against the tests of its row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+from verl.config.schema_sandbox import SandboxConfig
+from verl.rewards.code_tests import Test, read_tests
+from verl.rewards.sandbox import Sandbox, SandboxError
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = {"python", "python3", "py"}
+
+
+def extract_code(response_text: str) -> str:
+    """The last fenced block marked as Python; else the last fenced block; else the whole text."""
+    blocks = [(match[1].lower(), match[2]) for match in _FENCE.finditer(response_text)]
+    python = [text for language, text in blocks if language in _PYTHON]
+    if python:
+        return python[-1]
+    return blocks[-1][1] if blocks else response_text
+
+
+async def code(
+    response_text: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    partial: bool = False,
+    sandbox: SandboxConfig | None = None,
+) -> dict[str, Any]:
+    """:func:`score_program` in a thread of its own; at most ``reward.sandbox.workers`` at once."""
+    config = sandbox or SandboxConfig()
+    loop, threads = asyncio.get_running_loop(), _threads(config.workers or min(len(os.sched_getaffinity(0)), 64))
+    return await loop.run_in_executor(threads, score_program, response_text, ground_truth, partial, config)
+
+
+def score_program(response_text: str, ground_truth: Any, partial: bool, config: SandboxConfig) -> dict[str, Any]:
+    """1 if the program of the response passes all tests, else 0.
+
+    Args:
+        ground_truth: see :func:`verl.rewards.code_tests.read_tests`.
+        partial: the share of tests passed instead; otherwise nothing runs after the first failure.
+
+    Returns:
+        ``score, acc``; ``passed`` and ``total`` tests; ``reason``: why the first one failed, None if all passed.
+
+    Raises:
+        RewardError: the ground truth has no tests, or the sandbox cannot start or was lost: never the program's fault.
+    """
+    tests = _tests(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth))
+    program = extract_code(response_text)
+    total = sum(len(test.checks) for test in tests)
+    verdicts = _verdicts(program, tests, config, stop=not partial) if program.strip() else []
+    passed = verdicts.count(None)
+    right = float(passed == total)
+    reason = next(filter(None, verdicts), None if verdicts else "no code")
+    return {"score": passed / total if partial else right, "acc": right, "passed": passed, "total": total,
+            "reason": reason}  # fmt: skip
+
+
+def check_sandbox(config: SandboxConfig) -> None:
+    """Try the sandbox before a run depends on it. Raises SandboxError."""
+    with Sandbox("print(6 * 7)", config) as sandbox:
+        run = sandbox.run("stdin")
+    if run.stdout != b"42\n":
+        raise SandboxError("The sandbox does not run a simple program.", run.trouble or run.stdout[:80])
+
+
+@lru_cache(maxsize=1)
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="reward-code")
+
+
+@lru_cache(maxsize=256)
+def _tests(ground_truth: str) -> tuple[Test, ...]:
+    return tuple(read_tests(ground_truth))
+
+
+def _verdicts(program: str, tests: tuple[Test, ...], config: SandboxConfig, stop: bool) -> list[str | None]:
+    verdicts: list[str | None] = []
+    end = time.monotonic() + config.total_time_limit
+    with Sandbox(program, config, calls=any(test.kind == "call" for test in tests)) as sandbox:
+        for test in tests:
+            if time.monotonic() >= end:
+                verdicts += ["time-out of all tests together"] * len(test.checks)
+            else:
+                verdicts += test.verdicts(sandbox.run(test.kind, test.payload, test.stdin))
+            if stop and any(verdicts):
+                break
+    return verdicts
