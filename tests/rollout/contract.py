@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from toy_models import same_numbers
 
+from verl.errors import EngineError
 from verl.models.policy import PolicyModel
 from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.parity import trainer_forward
-from verl.rollout.protocol import Request, Result, RolloutEngine, SamplingParams, Slot
+from verl.rollout.protocol import BIT_PARITY, Request, Result, RolloutEngine, SamplingParams, Slot
 from verl.rollout.seeds import slot_seed
 
 
@@ -115,3 +117,50 @@ def assert_idle(engine: EmbeddedEngine) -> None:
     scheduler.blocks.free_unused()  # what a prefix cache keeps
     assert scheduler.blocks.used == 0 and not scheduler.blocks._key
     assert scheduler.prefix_cache or not engine._pool.keys
+
+
+def assert_contract(make: Callable[[], RolloutEngine], policy: PolicyModel, prompts: Sequence[Sequence[int]]) -> None:
+    """What every engine promises, whatever it can do besides; ``make`` gives a fresh one over the policy's weights."""
+    engine, exact = make(), BIT_PARITY in make().capabilities and policy.rows.proven
+    requests = groups(prompts, 3, lambda i: 2 + i % 7, ignore_eos=True)
+    engine.load_weights(3)
+    results = run_all(engine, requests)
+    for r in requests:
+        result, new = results[r.slot], r.sampling.max_new_tokens
+        assert (len(result.response_ids), result.finish_reason) == (new, "length")
+        assert (result.response_ids.dtype, result.log_probs.dtype, result.versions.dtype) == (
+            "int32",
+            "float32",
+            "int32",
+        )
+        assert result.loss_mask.tolist() == [True] * new and result.versions.tolist() == [3] * new
+        assert (result.log_probs <= 0).all()
+    if exact:
+        assert_parity(policy, requests, results, 1.0)
+    else:
+        ordered = [results[r.slot] for r in requests]
+        assert torch.allclose(log_probs_of(ordered), trainer_forward(policy, requests, ordered, 1.0), atol=0.05)
+    again = run_all(make(), requests[::-1])  # another engine, another order
+    assert not exact or all(again[slot].response_ids.tolist() == r.response_ids.tolist() for slot, r in results.items())
+
+    engine.submit(requests)
+    with pytest.raises(EngineError):
+        engine.submit(requests[:1])  # still here
+    found = {r.slot: r for r in engine.step()}
+    engine.pause()
+    assert engine.step() == []
+    gone = {r.slot: r for r in engine.abort([requests[-1].slot, Slot("nobody", 0)])}
+    assert {slot: r.finish_reason for slot, r in gone.items()} == {requests[-1].slot: "abort"}
+    engine.load_weights(4)
+    engine.resume()
+    found |= gone | run(engine)
+    assert found.keys() == results.keys()
+    for slot, result in found.items():
+        length = len(result.response_ids)
+        assert len(result.log_probs) == len(result.versions) == len(result.loss_mask) == length
+        assert result.versions.tolist() == sorted(result.versions.tolist()) and set(result.versions.tolist()) <= {3, 4}
+        assert not exact or result.response_ids.tolist() == results[slot].response_ids[:length].tolist()
+    engine.submit(requests)
+    assert {r.slot for r in engine.abort()} == results.keys() and engine.step() == []
+    stats = engine.stats()
+    assert (stats.waiting, stats.active, stats.version, stats.blocks_used) == (0, 0, 4, 0)

@@ -12,6 +12,7 @@ from toy_models import random_policy
 
 from verl.models.attention import AttentionRule
 from verl.models.packed import PackedContext, pack_rows
+from verl.rollout import paged
 from verl.rollout.blocks import blocks_for
 from verl.rollout.paged import KVPool, PagedContext
 from verl.rollout.scheduler import Sequence, Work
@@ -201,6 +202,18 @@ def test_rows_chunks_and_fill_in_one_forward() -> None:
     for fill in (0, 5):
         for rule in rules(KV * 2):
             check(rows, 2, rule, fill=fill)
+
+
+def test_heads_as_wide_as_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then queries and probabilities have the same shape, and may lie in the same buffer."""
+    monkeypatch.setitem(globals(), "D", 128)
+    for rule in rules(KV * 3):
+        check([*decoding(3, 300, 128), Row(399, 400, shares=1), Row(0, 40)], 3, rule)
+
+
+def test_pieces_in_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "MOST_SCORES", 1)
+    check([Row(0, 40), Row(0, 50), Row(100, 150), Row(0, 600)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
