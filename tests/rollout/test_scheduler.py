@@ -450,7 +450,7 @@ def test_a_stop_lies_across_the_border_of_a_resumed_part() -> None:
     part = Resume(np.array([0, 1], np.int32), np.array([-1, -1], np.float32), np.array([0, 0], np.int32))
     scheduler = make()
     scheduler.submit([Request(Slot("a", 0), [3], SamplingParams(9, stop=("END",)), part)])
-    sequence = scheduler.admit()[0]
+    sequence = scheduler.schedule().work[0].sequence
     sequence.append(2, -0.5, 1, 0.0)
     assert sequence.finish_reason(decode) == "stop"
     ended = Resume(np.array([1, EOS], np.int32), np.array([-1, -1], np.float32), np.array([0, 0], np.int32))
