@@ -30,7 +30,11 @@ def start_workers(config: Config, report: Report, reward: Callable[..., Any] | N
         from verl.cluster.worker import Worker
 
         worker = Worker(config, reward)
-        yield _roles(worker, config, worker.setup(), report)
+        parity = worker.setup()
+        try:
+            yield _roles(worker, config, parity, report)
+        finally:
+            worker.close()
         return
     from verl.cluster.ray_worker import started_worker
 

@@ -142,6 +142,10 @@ class Worker:
     def score(self, batch: DataProto) -> DataProto:
         return self._scorer.score(batch)
 
+    def close(self) -> None:
+        """End the processes that this one started."""
+        self._scorer.close()
+
     # process and update --------------------------------------------------------------------------------------------
 
     def actor_log_probs(self, batch: DataProto) -> DataProto:

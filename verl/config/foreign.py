@@ -121,7 +121,7 @@ NO_MEANING = (
         "reward.reward_model.nnodes", "reward.reward_model.use_reward_loop", "reward.reward_model.num_workers",
     )),
     NoMeaning("responses are always scored as groups finish", (
-        "reward.reward_model.launch_reward_fn_async", "reward.num_workers",
+        "reward.reward_model.launch_reward_fn_async",
         "reward.reward_manager.module.*",
         "reward.reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "reward.reward_loop_*",
         "reward.reward_model.reward_loop_*",
