@@ -27,7 +27,7 @@ def leftovers() -> list[str]:
     found = [str(path) for path in Path("/tmp").glob("verl-sandbox-*")]
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"sandbox_child" in (process / "cmdline").read_bytes():
+            if str(Path(module.__file__).parent).encode() in (process / "cmdline").read_bytes():
                 found.append((process / "status").read_text())
         except OSError:
             pass
