@@ -65,7 +65,7 @@ def run(program: str, config: SandboxConfig = LIMITS, kind: str = "stdin", paylo
 
 def check_hostile(body: str, outside: dict, config: SandboxConfig = LIMITS) -> None:
     started = time.monotonic()
-    with Sandbox(filled(body, **outside), config) as box:
+    with Sandbox(filled(body, **outside, most=config.processes), config) as box:
         ran = box.run("stdin")
         if ran.ended == "exit 0":
             box.run("stdin")  # it can be used again
