@@ -49,11 +49,14 @@ OTHER = {
     "model.fp16.loss_scale_window": ("100",),
     "model.trust_remote_code": ("true",),
     "model.enable_gradient_checkpointing": ("true",),
+    "actor.world_size": ("2",),
     "actor.ppo_mini_batch_size": ("128",),
     "actor.ppo_micro_batch_size_per_gpu": ("8",),
     "actor.use_dynamic_bsz": ("true",),
     "actor.ppo_max_token_len_per_gpu": ("2048",),
     "actor.gradient_accumulation": ("32", "actor.ppo_micro_batch_size_per_gpu=8"),
+    "actor.skip_zero_loss": ("false",),
+    "actor.auto_micro_batch": ("true",),
     "actor.ppo_epochs": ("2",),
     "actor.shuffle": ("true",),
     "actor.grad_clip": ("0.5",),
@@ -205,6 +208,7 @@ OTHER = {
     "trainer.save_freq": ("5",),
     "trainer.test_freq": ("5",),
     "trainer.val_before_train": ("false",),
+    "trainer.balance_batch": ("false",),
     "trainer.critic_warmup": ("2",),
     "trainer.resume_mode": ("disable",),
     "trainer.resume_from_path": ("ckpt",),
@@ -217,6 +221,7 @@ OTHER = {
     "cluster.address": ("10.0.0.1:6379",),
     "cluster.threads": ("2",),
     "cluster.start_timeout": ("10",),
+    "cluster.collective_timeout": ("60",),
 } | {
     f"{role}.optim.{name}": (value,)
     for role in ("actor", "critic")

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "algorithm.custom_estimator.critic",
     "cluster.address",  # Ray
     "cluster.start_timeout",
+    "cluster.collective_timeout",  # several ranks
     "rollout.name",  # one engine so far
     "trainer.project_name",  # noted in config.yaml and in the report
     "trainer.resume_from_path",
