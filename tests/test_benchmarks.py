@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[1]
     [
         (["protocol.py", "--rows", "64", "--tokens", "16"], ["concat", "serialise", "chunk", "union"]),
         (["advantages.py", "--rows", "64", "--tokens", "32", "--repeat", "1"], ["gae, gaps", "grpo", "remax"]),
+        (["rewards.py", "--seconds", "0.01"], ["gsm8k rule", "math rule", "a function of a file"]),
     ],
-    ids=["protocol", "advantages"],
+    ids=["protocol", "advantages", "rewards"],
 )
 def test_it_prints_its_table(arguments: list[str], rows: list[str]) -> None:
     done = subprocess.run(

@@ -66,3 +66,13 @@ class WorkerDiedError(ClusterError):
     """A worker process ended while it was needed."""
 
     bad_input = False
+
+
+class RanksLostError(WorkerDiedError):
+    """Other training ranks did not answer, as one that waited for them saw it; seldom the first thing that failed."""
+
+
+class OutOfMemoryError(VerlError):
+    """A micro-batch did not fit into memory."""
+
+    bad_input = False

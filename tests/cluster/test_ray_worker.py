@@ -28,15 +28,15 @@ set_environment(1)  # as the command line does for a run over Ray
 import numpy as np
 import ray
 import torch
-from verl.cluster.ray_worker import started_worker
+from verl.cluster.ray_worker import started_workers
 from verl.errors import VerlError
 from verl.protocol import DataProto
 
 found = {"controller_threads": torch.get_num_threads()}
-with started_worker(config, lambda line: None) as worker:
+with started_workers(config, lambda line: None) as worker:
     parity = worker.setup()
     found["parity"] = [parity.tokens, parity.differing]
-    call = lambda work: ray.get(worker._actor.__ray_call__.remote(work), timeout=60)
+    call = lambda work: ray.get(worker._actors[0].__ray_call__.remote(work), timeout=60)
     found["worker_threads"] = call(lambda self: __import__("torch").get_num_threads())
     found["worker_omp"] = call(lambda self: __import__("os").environ["OMP_NUM_THREADS"])
     found["worker_cbwr"] = call(lambda self: __import__("os").environ["MKL_CBWR"])

@@ -222,15 +222,28 @@ def test_b152_more_threads_than_cores_are_refused_at_once(tiny_model_dir: Path, 
     assert caught.value.value == f"wanted {wanted} CPU, available {available_cores()}"
 
 
-def test_several_ranks_are_refused(tiny_model_dir: Path) -> None:
-    config = config_of(tiny_model_dir, trainer={"device": "cpu", "nnodes": 2})
-    with pytest.raises(ClusterError, match="more than one training process"), start_workers(config, print):
+def test_several_machines_are_refused_and_several_ranks_inline(tiny_model_dir: Path) -> None:
+    config = config_of(tiny_model_dir, trainer={"device": "cpu", "nnodes": 2}, cluster={"backend": "ray"})
+    with pytest.raises(ClusterError, match="more than one machine"), start_workers(config, print):
         pass
+    with pytest.raises(ConfigError, match="cluster.backend=inline is one process"):
+        config_of(tiny_model_dir, actor={"ppo_mini_batch_size": 2, "world_size": 2})
+    cores = available_cores()
+    many = {"ppo_mini_batch_size": 2 * cores, "world_size": 4 * cores}
+    config = config_of(
+        tiny_model_dir, data={"train_batch_size": 2 * cores}, actor=many, cluster={"backend": "ray", "threads": None}
+    )
+    with pytest.raises(ClusterError, match="more than the cores") as caught, start_workers(config, print):
+        pass
+    assert caught.value.value == f"wanted {4 * cores} CPU ({4 * cores} ranks), available {cores}"
 
 
 def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_threads(config_of(tiny_model_dir, cluster={"threads": None})) == available_cores()
     assert worker_threads(config_of(tiny_model_dir, cluster={"threads": 1})) == 1
+    monkeypatch.setattr("verl.cluster.threads.available_cores", lambda: 7)
+    shared = {"ppo_mini_batch_size": 2, "world_size": 3}
+    assert worker_threads(config_of(tiny_model_dir, actor=shared, cluster={"threads": None, "backend": "ray"})) == 2
     monkeypatch.delenv("MKL_CBWR", raising=False)
     environment = worker_environment(3)
     assert {environment[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}

@@ -305,6 +305,7 @@ def test_ranks():
     assert load().config.ranks is None
     assert load("trainer.device=cpu", "trainer.n_gpus_per_node=8").config.ranks == 1
     assert load("trainer.n_gpus_per_node=0").config.ranks == 1
+    assert load("trainer.device=cpu", "actor.world_size=2").config.ranks == 2
     assert load("trainer.n_gpus_per_node=4", "trainer.nnodes=2").config.ranks == 8
 
 
@@ -340,3 +341,19 @@ def test_small_derived_values():
     assert (config.data_seed, config.critic_model_path, config.loss_scale_factor) == (5, "tiny", 512.0)
     config = load("data.seed=6", "critic.model.path=v", "actor.loss_scale_factor=7").config
     assert (config.data_seed, config.critic_model_path, config.loss_scale_factor) == (6, "v", 7.0)
+
+
+def test_the_world_size_must_fit_the_gpus_and_the_backend():
+    for overrides, complaint in (
+        (["actor.world_size=3", "trainer.n_gpus_per_node=4"], "actor.world_size is not the number of GPUs"),
+        (
+            ["actor.world_size=2", "trainer.device=cpu", "cluster.backend=inline"],
+            "cluster.backend=inline is one process",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            load(*overrides)
+    assert load("actor.world_size=4", "trainer.n_gpus_per_node=4").config.ranks == 4
+    # B116: 2 responses of all ranks together cannot be one on each of 4.
+    with pytest.raises(ConfigError, match="does not divide over the ranks"):
+        load("actor.world_size=4", "trainer.device=cpu", "actor.ppo_micro_batch_size=2")

@@ -28,8 +28,8 @@ PROGRAMS = {
     # processes
     "fork bomb": "while True:\n    try: os.fork()\n    except OSError: pass",
     "fork and wait": "for _ in range(100):\n    try: os.fork()\n    except OSError: time.sleep(0.01)",
-    "many processes": "n = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(9)\nexcept OSError: pass\n"
-    "if n > 20: print('BREACH', n)",
+    "many processes": "forked = 0\ntry:\n    while os.fork(): forked += 1\n    time.sleep(9)\nexcept OSError: pass\n"
+    "if forked >= {most}: print('BREACH', forked)",
     "thread bomb": "def f(): time.sleep(60)\nwhile True:\n    try: threading.Thread(target=f).start()\n"
     "    except RuntimeError: pass",
     "daemon": "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n    os._exit(0)",
@@ -42,7 +42,8 @@ PROGRAMS = {
     "kills all": "os.kill(-1, signal.SIGKILL)",
     "kills its parent": "os.kill(os.getppid(), signal.SIGKILL)",
     "kills the tests": "attempt(os.kill, {pid}, signal.SIGKILL)",
-    "signals every process": "for p in range(2, 40000):\n    if p != os.getpid(): attempt(os.kill, p, signal.SIGKILL)",
+    "signals every process": "for p in range(2, 40000):\n    try: p == os.getpid() or os.kill(p, signal.SIGKILL)\n"
+    "    except OSError: pass",
     "stops itself": "os.kill(os.getpid(), signal.SIGSTOP)",
     "traces pid 1": "attempt(lambda: fails(libc.ptrace(16, 1, 0, 0)))",
     "reads memory of pid 1": "attempt(syscall, 310 if os.uname().machine == 'x86_64' else 270, 1, 0, 0, 0, 0, 0)",

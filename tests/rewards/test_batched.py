@@ -50,7 +50,9 @@ def scorer_of(tmp_path: Path):
     def make(body: str, name: str = "reward", **fields) -> RuleScorer:
         path = tmp_path / "reward.py"
         path.write_text(textwrap.dedent(body))
-        return RuleScorer(RewardConfig(custom_reward_function={"path": str(path), "name": name}, **fields), decode)
+        return RuleScorer(
+            RewardConfig(custom_reward_function={"path": str(path), "name": name}, num_workers=0, **fields), decode
+        )
 
     return make
 

@@ -27,7 +27,7 @@ def leftovers() -> list[str]:
     found = [str(path) for path in Path("/tmp").glob("verl-sandbox-*")]
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"sandbox_child" in (process / "cmdline").read_bytes():
+            if str(Path(module.__file__).parent).encode() in (process / "cmdline").read_bytes():
                 found.append((process / "status").read_text())
         except OSError:
             pass
@@ -65,7 +65,7 @@ def run(program: str, config: SandboxConfig = LIMITS, kind: str = "stdin", paylo
 
 def check_hostile(body: str, outside: dict, config: SandboxConfig = LIMITS) -> None:
     started = time.monotonic()
-    with Sandbox(filled(body, **outside), config) as box:
+    with Sandbox(filled(body, **outside, most=config.processes), config) as box:
         ran = box.run("stdin")
         if ran.ended == "exit 0":
             box.run("stdin")  # it can be used again

@@ -43,7 +43,7 @@ def scorer_of(tmp_path: Path):
     def make(body: str, **fields) -> RuleScorer:
         path = tmp_path / "reward.py"
         path.write_text(textwrap.dedent(body))
-        return RuleScorer(RewardConfig(custom_reward_function={"path": str(path)}, **fields))
+        return RuleScorer(RewardConfig(custom_reward_function={"path": str(path)}, num_workers=0, **fields))
 
     return make
 
@@ -300,3 +300,11 @@ def test_a_batch_without_its_columns_is_refused_by_name():
     batch = batch_of(["1"]).select(non_tensor_batch_keys=["response_text", "data_source", "extra_info"])
     with pytest.raises(DataError, match="ground_truth"):
         RuleScorer(RewardConfig()).score(batch)
+
+
+def test_throughput_in_batches():
+    text = "Let me think. 16 - 3 - 4 = 9 eggs, which sell for 9 * 2 = $18.\n" * 5
+    batch, scorer = batch_of([f"{text}#### {i}" for i in range(4096)]), RuleScorer(RewardConfig())
+    start = time.perf_counter()
+    scorer.score(batch)
+    assert 4096 / (time.perf_counter() - start) > 5000  # several times that on a quiet core

@@ -146,6 +146,18 @@ def test_rows_of_a_batch_ignore_masked_positions_and_keep_unscored_rows_apart() 
     ]
 
 
+def test_rows_say_what_a_score_became_and_why_there_is_none() -> None:
+    batch = batch_of_two()
+    batch.batch |= {
+        "shaped_scores": torch.tensor([0.75, 0.0]),
+        "token_level_rewards": torch.tensor([[-0.25, 0.5, 9.0], [0.0, 0.0, 0.0]]),
+    }
+    batch.non_tensor_batch["reward_reason"] = np.array([None, "ValueError: no"], dtype=object)
+    scored, unscored = rows_from_batch(batch, "train", str)
+    assert (scored.score, scored.shaped, scored.reward, scored.reason) == (1.0, 0.75, 0.25, None)
+    assert (unscored.score, unscored.shaped, unscored.reason) == (None, None, "ValueError: no")
+
+
 def test_rows_of_a_batch_without_optional_columns() -> None:
     batch = batch_of_two()
     batch.batch = {"response_mask": batch.batch["response_mask"]}

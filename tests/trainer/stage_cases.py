@@ -48,7 +48,10 @@ def tiny_config(folder: Path, model: str | Path, *overrides: dict[str, Any]) -> 
         "rollout": {"n": 3},
         "algorithm": {"adv_estimator": "grpo"},
         "reward": {
-            "custom_reward_function": {"path": str(write_reward(folder / "reward.py", "return len(set(solution_str))"))}
+            "num_workers": 0,
+            "custom_reward_function": {
+                "path": str(write_reward(folder / "reward.py", "return len(set(solution_str))"))
+            },
         },
         "trainer": {"default_local_dir": str(folder / "run"), "device": "cpu", "val_before_train": False},
         "cluster": {"backend": "inline"},

@@ -14,6 +14,7 @@ from stage_cases import tiny_config, write_rows
 
 from verl.config import Config
 from verl.config.base import Section
+from verl.config.schema_sandbox import SandboxConfig
 from verl.trainer.run import train
 
 # What these runs have no part of. Tests of their own show that each acts.
@@ -25,6 +26,7 @@ ELSEWHERE = {
     "algorithm.custom_estimator.critic",
     "cluster.address",  # Ray
     "cluster.start_timeout",
+    "cluster.collective_timeout",  # several ranks
     "rollout.name",  # one engine so far
     "trainer.project_name",  # noted in config.yaml and in the report
     "trainer.resume_from_path",
@@ -38,6 +40,7 @@ ELSEWHERE = {
         f"reward.judge.{name}"
         for name in ("model", "prompt", "pattern", "weight", "api_key_env", "max_concurrency", "requests_per_minute")
     ),
+    *(f"reward.sandbox.{name}" for name in SandboxConfig.model_fields),  # where programs are run: test_code.py
     *(f"reward.judge.{name}" for name in ("timeout", "retries", "max_tokens")),
 }
 ADAPTIVE = {"type": "adaptive", "target": 0.1}
@@ -55,6 +58,7 @@ RUNS: list[dict[str, Any]] = [
         "critic": {"optim": {"lr_scheduler_type": "wsd"}},
         "model": {"dtype": "float16", "fp16": {"initial_scale_power": 4}},
         "trainer": {"total_training_steps": None},
+        "reward": {"num_workers": 1},
     },
     {
         "algorithm": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from verl.algorithms.metric import Metric
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm
 from verl.models.policy import PolicyModel, ValueModel
@@ -101,21 +100,23 @@ def make_batch(shape: Shape, garbage: float | None = None) -> DataProto:
 
 
 def capture_gradients(optimizer: Optimizer, weights: MasterWeights) -> dict[str, Tensor]:
-    """Note the whole gradient of the next step, as it is before clipping."""
+    """Note the whole gradient of the next step, over all ranks, as it is before clipping."""
     seen: dict[str, Tensor] = {}
-    real: Callable[[float], dict[str, Metric]] = optimizer.step
+    real = weights.reduce_gradients
 
-    def step(learning_rate: float) -> dict[str, Metric]:
-        seen.update({n: m.grad.clone() for n, m in weights.masters.items() if m.grad is not None})
-        return real(learning_rate)
+    def reduce_gradients() -> dict[str, Tensor]:
+        weights.reduce_gradients = real  # type: ignore[method-assign]
+        found = real()
+        seen.update({name: gradient.clone() for name, gradient in found.items()})
+        return found
 
-    optimizer.step = step  # type: ignore[method-assign]
+    weights.reduce_gradients = reduce_gradients  # type: ignore[method-assign]
     return seen
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Norm of the difference over the norm of ``a``, over all parameters together."""
     assert a.keys() == b.keys()
-    difference = torch.sqrt(sum((a[n] - b[n]).double().square().sum() for n in a))  # type: ignore[arg-type]
-    size = torch.sqrt(sum(a[n].double().square().sum() for n in a))  # type: ignore[arg-type]
-    return float(difference / size) if float(size) else float(difference)
+    difference = math.sqrt(sum(float((a[n] - b[n]).double().square().sum()) for n in a))
+    size = math.sqrt(sum(float(a[n].double().square().sum()) for n in a))
+    return difference / size if size else difference

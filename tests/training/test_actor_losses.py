@@ -16,11 +16,13 @@ from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.policy_loss import POLICY_LOSSES
 from verl.config import ActorConfig
 from verl.config.schema_losses import PolicyLossConfig, RolloutCorrectionConfig
+from verl.models.packed import PackedBatch
 from verl.models.policy import PolicyModel
 from verl.models.tiny import build_tiny
 from verl.protocol import DataProto
 from verl.training.actor import Actor
 from verl.training.micro_batches import Limits
+from verl.training.passes import Passes
 from verl.training.reference import Reference
 
 SHAPE = Shape(prompt_lengths=[4, 6], groups=[3, 3], responses=[5, 2, 7, 3, 6, 1], seed=4)
@@ -74,6 +76,48 @@ def test_laws_1_and_2_for_every_loss(float64: Policies, name: str) -> None:
         assert metrics == pytest.approx(whole[1], rel=1e-5, abs=1e-5)
     gradient, metrics = step(float64, batch_of(math.nan), WHOLE, config)
     assert distance(whole[0], gradient) == 0.0 and metrics == whole[1]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_rows_without_advantage_get_no_backward_pass(
+    float64: Policies, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of six rows: gradient and every metric are what they are with it. kl_cov has a penalty for such rows."""
+    batch = batch_of()
+    batch.batch["advantages"][[0, 1, 4]] = 0.0
+    passes: list[tuple[bool, int]] = []
+    real = PolicyModel.forward
+
+    def forward(self: PolicyModel, packed: PackedBatch, *arguments: Any) -> Any:
+        passes.append((torch.is_grad_enabled(), packed.shape[0]))
+        return real(self, packed, *arguments)
+
+    full = step(float64, batch, SPLITS[0][0], loss_config(name, skip_zero_loss=False))
+    with monkeypatch.context() as patched:
+        patched.setattr(PolicyModel, "forward", forward)
+        gradient, metrics = step(float64, batch, SPLITS[0][0], loss_config(name))
+    assert distance(full[0], gradient) <= 1e-10
+    assert metrics == pytest.approx(full[1], rel=1e-9, abs=1e-9)
+    counted = batch.batch["response_mask"].any(1)
+    still = int(counted[[2, 3, 5]].sum())
+    backward, forward_only = (sum(rows for grad, rows in passes if grad is kind) for kind in (True, False))
+    if POLICY_LOSSES[name].statistics is None:
+        assert (backward, forward_only) == (still, int(counted.sum()) - still)
+    assert backward == (int(counted.sum()) if name == "kl_cov" else still)
+    for also in ({"entropy_coeff": 0.1}, {"use_kl_loss": True}):
+        shortened = step(float64, batch, WHOLE, loss_config(name, **also))
+        assert (
+            distance(step(float64, batch, WHOLE, loss_config(name, skip_zero_loss=False, **also))[0], shortened[0])
+            == 0.0
+        )
+
+
+def test_a_broken_row_without_advantage_still_spoils_the_step(float64: Policies) -> None:
+    batch = batch_of()
+    batch.batch["advantages"][[0, 1, 4]] = 0.0
+    row = int(batch.batch["response_mask"][[0, 1, 4]].any(1).nonzero()[0])
+    batch.batch["old_log_probs"][[0, 1, 4][row]] = math.nan
+    assert step(float64, batch, SPLITS[0][0], ActorConfig())[1]["actor/skipped_steps"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -135,7 +179,7 @@ def test_the_full_kl_as_a_loss_and_as_a_column(float64: Policies, reference: Pol
         assert distance(whole[0], gradient) <= 1e-10
         assert metrics == pytest.approx(whole[1], rel=1e-5, abs=1e-5)
     mask = batch.batch["response_mask"]
-    found = Reference(reference, WHOLE, 0.7).full_kl(batch, float64.policy).batch["full_kl"]
+    found = Reference(reference, Passes("reference", WHOLE), 0.7).full_kl(batch, float64.policy).batch["full_kl"]
     assert bool((found[mask] > 0).all())
     assert whole[1]["actor/kl_loss"] == pytest.approx(float(found[mask].mean()), rel=1e-6)
 

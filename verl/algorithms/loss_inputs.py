@@ -124,10 +124,12 @@ class PolicyLoss:
         statistics: for a loss that needs more than its own micro-batch: run without gradient over the whole
             mini-batch of all ranks before the first backward. Results of shape (B, R) or (B,) are split with the
             rows, others handed on whole, as ``LossInputs.statistics``.
+        needs_advantage: a row all of whose advantages are 0 has loss 0, and no gradient, under any weights.
     """
 
     function: LossFunction
     statistics: Statistics | None = None
+    needs_advantage: bool = False
 
 
 def guarded(log_ratio: Tensor) -> Tensor:

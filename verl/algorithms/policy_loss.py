@@ -175,17 +175,17 @@ def _divergence_masked(
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": PolicyLoss(vanilla),
-    "decoupled": PolicyLoss(decoupled),
-    "gspo": PolicyLoss(gspo),
-    "cispo": PolicyLoss(cispo),
-    "gpg": PolicyLoss(gpg),
-    "geo_mean": PolicyLoss(geo_mean),
-    "sapo": PolicyLoss(sapo),
-    "clip_cov": PolicyLoss(clip_cov, clip_cov_statistics),
-    "kl_cov": PolicyLoss(kl_cov, kl_cov_statistics),
-    "dppo_tv": PolicyLoss(dppo_tv),
-    "dppo_kl": PolicyLoss(dppo_kl),
+    "vanilla": PolicyLoss(vanilla, needs_advantage=True),
+    "decoupled": PolicyLoss(decoupled, needs_advantage=True),
+    "gspo": PolicyLoss(gspo, needs_advantage=True),
+    "cispo": PolicyLoss(cispo, needs_advantage=True),
+    "gpg": PolicyLoss(gpg, needs_advantage=True),
+    "geo_mean": PolicyLoss(geo_mean, needs_advantage=True),
+    "sapo": PolicyLoss(sapo, needs_advantage=True),
+    "clip_cov": PolicyLoss(clip_cov, clip_cov_statistics, needs_advantage=True),
+    "kl_cov": PolicyLoss(kl_cov, kl_cov_statistics),  # its penalty is none of the advantages
+    "dppo_tv": PolicyLoss(dppo_tv, needs_advantage=True),
+    "dppo_kl": PolicyLoss(dppo_kl, needs_advantage=True),
 }
 
 

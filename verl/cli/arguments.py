@@ -125,6 +125,13 @@ def _whole(text: str, least: int) -> int:
     return value
 
 
+def seconds(text: str) -> float:
+    value = temperature(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 is no time")
+    return value
+
+
 def temperature(text: str) -> float:
     try:
         value = float(text)

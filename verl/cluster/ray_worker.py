@@ -1,145 +1,250 @@
-"""One colocated worker over Ray: a local Ray that lives and dies with the run, or a running cluster by its address."""
+"""Workers over Ray: a local Ray that lives and dies with the run, or a running cluster by its address."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.algorithms.aggregation import Denominators
-from verl.algorithms.metric import Metric
+from verl.algorithms.metric import Metric, merge_all
 from verl.cluster.threads import worker_environment, worker_threads
 from verl.config import Config
-from verl.errors import ClusterError, VerlError, WorkerDiedError
+from verl.data.balancing import karmarkar_karp
+from verl.errors import ClusterError, RanksLostError, VerlError, WorkerDiedError
 from verl.protocol import DataProto
 from verl.rollout.parity import ParityReport
 from verl.rollout.protocol import EngineStats, Request, Result
 
 NOTICE_SECONDS = 600.0  # a call that takes longer is named, with what is waited for
+GRACE_SECONDS = 5.0  # after a failure, for the other ranks
 LISTENER_SECONDS = 10.0
 REAPER_SECONDS = 5.0
 OBJECT_STORE_BYTES = 2 * 2**30
 
 
-class RayWorker:
-    """Stand-in for :class:`verl.cluster.worker.Worker` in another process; every call waits for its answer."""
+class RayWorkers:
+    """Stand-in for :class:`verl.cluster.worker.Worker` in other processes, one or several training ranks.
 
-    def __init__(self, actor: Any, report: Callable[[str], None]) -> None:
-        self._actor, self._report = actor, report
+    Every call waits for the answers of all. Ranks get whole batches, which lie in the object store once, and find
+    their own rows; requests are shared out here.
+    """
+
+    def __init__(self, actors: list[Any], report: Callable[[str], None]) -> None:
+        self._actors, self._report = actors, report
+        self._kills = memory_kills()
 
     def setup(self) -> ParityReport:
-        return self._answer("setup", self._actor.setup.remote())
+        reports = self._answers("setup", [actor.setup.remote() for actor in self._actors])
+        return ParityReport(
+            sum(r.tokens for r in reports), sum(r.differing for r in reports), max(r.largest for r in reports)
+        )
 
     def generate(self, requests: list[Request]) -> list[Result]:
-        return self._answer("generate", self._actor.generate.remote(requests))
+        shares = share_requests(requests, len(self._actors))
+        calls = [
+            actor.generate.remote([requests[i] for i in share])
+            for actor, share in zip(self._actors, shares, strict=True)
+        ]
+        found: dict[int, Result] = {}
+        for share, results in zip(shares, self._answers("generate", calls), strict=True):
+            found.update(zip(share, results, strict=True))
+        return [found[i] for i in range(len(requests))]
 
     def publish(self, version: int) -> None:
-        self._answer("publish", self._actor.publish.remote(version))
+        self._answers("publish", [actor.publish.remote(version) for actor in self._actors])
 
     def engine_stats(self) -> EngineStats:
-        return self._answer("engine_stats", self._actor.engine_stats.remote())
+        stats = self._answers("engine_stats", [actor.engine_stats.remote() for actor in self._actors])
+        sums = {field.name: sum(getattr(s, field.name) for s in stats) for field in fields(EngineStats)}
+        return EngineStats(**sums | {"version": stats[0].version})
 
     def peak_memory_gb(self) -> float:
-        return self._answer("peak_memory_gb", self._actor.peak_memory_gb.remote())
+        """Of the rank that had the most."""
+        return max(self._answers("peak_memory_gb", [actor.peak_memory_gb.remote() for actor in self._actors]))
 
     def score(self, batch: DataProto) -> DataProto:
-        return self._answer("score", self._actor.score.remote(batch))
+        """On the first rank: a reward function may look at a batch as a whole."""
+        return self._answers("score", [self._actors[0].score.remote(batch)])[0]
 
     def actor_log_probs(self, batch: DataProto) -> DataProto:
-        return self._answer("actor_log_probs", self._actor.actor_log_probs.remote(batch))
+        shared = ray.put(batch)
+        return self._answers("actor_log_probs", [actor.actor_log_probs.remote(shared) for actor in self._actors])[0]
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
-        return self._answer("reference_log_probs", self._actor.reference_log_probs.remote(batch))
+        shared = ray.put(batch)
+        calls = [actor.reference_log_probs.remote(shared) for actor in self._actors]
+        return self._answers("reference_log_probs", calls)[0]
 
     def full_kl(self, batch: DataProto) -> DataProto:
-        return self._answer("full_kl", self._actor.full_kl.remote(batch))
+        shared = ray.put(batch)
+        return self._answers("full_kl", [actor.full_kl.remote(shared) for actor in self._actors])[0]
 
     def values(self, batch: DataProto) -> DataProto:
-        return self._answer("values", self._actor.values.remote(batch))
+        shared = ray.put(batch)
+        return self._answers("values", [actor.values.remote(shared) for actor in self._actors])[0]
 
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        return self._answer("update_actor", self._actor.update_actor.remote(mini_batch, denominators))
+        shared = ray.put(mini_batch)
+        calls = [actor.update_actor.remote(shared, denominators) for actor in self._actors]
+        return merge_all(self._answers("update_actor", calls))
 
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        return self._answer("update_critic", self._actor.update_critic.remote(mini_batch, denominators))
+        shared = ray.put(mini_batch)
+        calls = [actor.update_critic.remote(shared, denominators) for actor in self._actors]
+        return merge_all(self._answers("update_critic", calls))
 
     def save(self, folder: str) -> None:
-        self._answer("save", self._actor.save.remote(folder))
+        self._answers("save", [actor.save.remote(folder) for actor in self._actors])
 
     def load(self, folder: str) -> None:
-        self._answer("load", self._actor.load.remote(folder))
+        self._answers("load", [actor.load.remote(folder) for actor in self._actors])
 
-    def _answer(self, call: str, reference: Any) -> Any:
-        """Wait for an answer; user-facing errors come out as they were raised, others with the remote traceback."""
+    def _answers(self, call: str, references: list[Any]) -> list[Any]:
+        """Wait for all; user-facing errors come out as they were raised, others with the remote traceback.
+
+        The others of a rank that fails hang in an exchange with it, or fail because of it, perhaps before it is known:
+        they get a moment, and the cause is raised, whichever came first.
+        """
+        ranks = {reference: rank for rank, reference in enumerate(references)}
+        found: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
         started = time.monotonic()
-        while True:
-            try:
-                return ray.get(reference, timeout=NOTICE_SECONDS)
-            except GetTimeoutError:
+        while ranks:
+            wait = GRACE_SECONDS if failures else NOTICE_SECONDS
+            done, _ = ray.wait(list(ranks), timeout=wait, num_returns=1)
+            if not done:
+                if failures:
+                    break
                 self._report(f"still waiting for the worker's {call}, for {time.monotonic() - started:.0f} s")
-            except RayTaskError as error:
-                if isinstance(error.cause, VerlError):
-                    raise error.cause from error
-                raise
-            except RayActorError as error:
-                raise WorkerDiedError(
-                    f"the worker process died during {call}",
-                    str(error).strip().splitlines()[-1],
-                    "if memory ran out, lower rollout.max_num_seqs or actor.ppo_max_token_len_per_gpu; "
-                    "start the same command again to go on from the last checkpoint",
-                ) from error
+            for reference in done:
+                rank = ranks.pop(reference)
+                try:
+                    found[rank] = ray.get(reference)
+                except (RayTaskError, RayActorError) as error:
+                    failures[rank] = error
+        if failures:
+            rank = min(failures, key=lambda rank: (_distance(failures[rank]), rank))
+            self._raise(call, rank, failures[rank])
+        return [found[rank] for rank in range(len(references))]
+
+    def _raise(self, call: str, rank: int, error: Exception) -> NoReturn:
+        if isinstance(error, RayTaskError):
+            if isinstance(error.cause, VerlError):
+                raise error.cause from error
+            raise error
+        name = "the worker process" if len(self._actors) == 1 else f"training rank {rank}"
+        fix = (
+            "if memory ran out, lower rollout.max_num_seqs or actor.ppo_max_token_len_per_gpu; "
+            "start the same command again to go on from the last checkpoint"
+        )
+        if memory_kills() > self._kills:
+            what = f"{name} was killed by the kernel during {call}: the machine ran out of memory (SIGKILL)"
+        else:
+            what = f"{name} died during {call}"
+        raise WorkerDiedError(what, str(error).strip().splitlines()[-1], fix) from error
+
+
+def _distance(error: Exception) -> int:
+    """How far an error is from the cause: a death, a fault of a rank's own, what follows from another rank's."""
+    if isinstance(error, RayActorError):
+        return 0
+    return 2 if isinstance(error, RayTaskError) and isinstance(error.cause, RanksLostError) else 1
+
+
+def memory_kills() -> int:
+    """Processes that the kernel has killed on this machine (or in this control group) for want of memory."""
+    killed = 0
+    for file in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        with suppress(OSError, ValueError, IndexError):
+            killed += sum(
+                int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("oom_kill ")
+            )
+    return killed
+
+
+def share_requests(requests: list[Request], ranks: int) -> list[list[int]]:
+    """Places of the requests of each rank: those of a prompt together, as it is prefilled once, and about as many."""
+    prompts: dict[str, list[int]] = {}
+    for place, request in enumerate(requests):
+        prompts.setdefault(request.slot.uid, []).append(place)
+    units = list(prompts.values())
+    if len(units) < ranks:
+        units = [[place] for place in range(len(requests))]
+    room = [
+        sum(len(requests[i].prompt_ids) / len(unit) + requests[i].sampling.max_new_tokens for i in unit)
+        for unit in units
+    ]
+    return [sorted(place for unit in bin_ for place in units[unit]) for bin_ in karmarkar_karp(room, ranks)]
 
 
 @contextmanager
-def started_worker(config: Config, report: Callable[[str], None]) -> Iterator[RayWorker]:
-    """A worker process with all cores of its share.
+def started_workers(config: Config, report: Callable[[str], None]) -> Iterator[RayWorkers]:
+    """A worker process for each training rank, with its share of the cores, on one machine.
 
     Raises:
         ClusterError: Ray cannot be started or reached, or lacks the resources; within ``cluster.start_timeout``.
     """
     from verl.cluster.worker import Worker
 
-    threads = worker_threads(config)
+    threads, ranks = worker_threads(config), config.ranks or 1
+    meeting = Path(tempfile.gettempdir()) / f"verl-ranks-{secrets.token_hex(16)}"
     reaper: subprocess.Popen[bytes] | None = None
     try:
         if config.cluster.address is None:
             reaper = _start_reaper()
         with _own_sigterm():
-            _start_ray(config, threads)
-        _require_resources(config, threads)
-        actor = (
-            ray.remote(Worker)
-            .options(
-                num_cpus=threads,
-                num_gpus=_gpus(config),
-                max_restarts=0,
-                runtime_env={"env_vars": worker_environment(threads)},
-            )
-            .remote(config)
-        )
-        _await_process(actor, config.cluster.start_timeout)
+            _start_ray(config, threads * ranks)
+        _require_resources(config, threads * ranks)
+        options: dict[str, Any] = {"num_cpus": threads, "num_gpus": int(_gpus(config) > 0), "max_restarts": 0}
+        options["runtime_env"] = {"env_vars": worker_environment(threads)}
+        if ranks > 1:
+            options["scheduling_strategy"] = _on_one_machine(options, ranks, config.cluster.start_timeout)
+        remote = ray.remote(Worker).options(**options)
+        actors = [remote.remote(config, None, rank, str(meeting / "ranks")) for rank in range(ranks)]
+        _await_processes(actors, config.cluster.start_timeout)
         try:
-            yield RayWorker(actor, report)
+            yield RayWorkers(actors, report)
         finally:
-            ray.kill(actor)
+            for actor in actors:
+                ray.kill(actor)
     finally:
         ray.shutdown()
+        shutil.rmtree(meeting, ignore_errors=True)
         if reaper is not None:
             with suppress(subprocess.TimeoutExpired):
                 reaper.communicate(b".", timeout=REAPER_SECONDS)
+
+
+def _on_one_machine(options: dict[str, Any], ranks: int, seconds: float) -> PlacementGroupSchedulingStrategy:
+    """Ranks meet over a file and the loopback interface."""
+    bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    group = placement_group([{k: v for k, v in bundle.items() if v}] * ranks, strategy="STRICT_PACK")
+    if not group.wait(seconds):
+        raise ClusterError(
+            "no machine of the Ray cluster has room for all training ranks within cluster.start_timeout",
+            f"{ranks} ranks x {bundle['CPU']} CPU" + (", 1 GPU each" if bundle["GPU"] else ""),
+            "lower actor.world_size or cluster.threads",
+        )
+    return PlacementGroupSchedulingStrategy(group)
 
 
 def _start_reaper() -> subprocess.Popen[bytes]:
@@ -219,9 +324,10 @@ def _require_listener(address: str) -> None:
 
 
 def _gpus(config: Config) -> int:
-    """GPUs of the worker: one where it is to compute on one."""
+    """GPUs of all workers: one each where they are to compute on them."""
     device, wanted = config.trainer.device, config.trainer.n_gpus_per_node != 0
-    return int(device == "cuda" or (device == "auto" and wanted and ray.cluster_resources().get("GPU", 0) >= 1))
+    used = device == "cuda" or (device == "auto" and wanted and ray.cluster_resources().get("GPU", 0) >= 1)
+    return (config.ranks or 1) * used
 
 
 def _require_resources(config: Config, threads: int) -> None:
@@ -230,21 +336,21 @@ def _require_resources(config: Config, threads: int) -> None:
     cores, gpus = there.get("CPU", 0), there.get("GPU", 0)
     if cores < threads:
         raise ClusterError(
-            "the Ray cluster has fewer CPUs than the worker needs",
+            "the Ray cluster has fewer CPUs than the workers need",
             f"wanted {threads} CPU, available {cores:g}",
-            f"set cluster.threads={int(cores)} or less",
+            f"set cluster.threads={int(cores) // (config.ranks or 1)} or less",
         )
     if _gpus(config) > gpus:
         raise ClusterError(
-            "trainer.device asks for a GPU and the Ray cluster has none",
+            "more GPUs were asked for than the Ray cluster has",
             f"wanted {_gpus(config)} GPU, available {gpus:g}",
             "set trainer.device=cpu",
         )
 
 
-def _await_process(actor: Any, seconds: float) -> None:
+def _await_processes(actors: list[Any], seconds: float) -> None:
     try:
-        ray.get(actor.__ray_ready__.remote(), timeout=seconds)
+        ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=seconds)
     except GetTimeoutError as error:
         free = ray.available_resources()
         raise ClusterError(

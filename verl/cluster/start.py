@@ -30,11 +30,17 @@ def start_workers(config: Config, report: Report, reward: Callable[..., Any] | N
         from verl.cluster.worker import Worker
 
         worker = Worker(config, reward)
-        yield _roles(worker, config, worker.setup(), report)
+        parity = worker.setup()
+        try:
+            yield _roles(worker, config, parity, report)
+        finally:
+            worker.close()
         return
-    from verl.cluster.ray_worker import started_worker
+    from verl.cluster.ray_worker import started_workers
 
-    with started_worker(config, report) as remote:
+    if config.ranks is None:  # as many as there are GPUs
+        config = with_ranks(config, torch.cuda.device_count() if torch.cuda.is_available() else 1)
+    with started_workers(config, report) as remote:
         yield _roles(remote, config, remote.setup(), report)
 
 
@@ -44,17 +50,17 @@ def require_machine(config: Config) -> None:
     What a running Ray cluster has (``cluster.address``) is asked of it when it is reached.
 
     Raises:
-        ClusterError: GPUs, machines or cores that are not there, or more than one training process.
+        ClusterError: GPUs, machines or cores that are not there.
     """
     trainer = config.trainer
     if config.cluster.backend == "inline" or config.cluster.address is None:
         _require_local_gpus(config)
         _require_local_cores(config)
-    if trainer.nnodes > 1 or (config.ranks or 1) > 1:
+    if trainer.nnodes > 1:
         raise ClusterError(
-            "more than one training process was asked for, and this version trains in one",
-            f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}",
-            "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or trainer.device=cpu)",
+            "more than one machine was asked for, and this version trains on one",
+            f"trainer.nnodes={trainer.nnodes}",
+            "set trainer.nnodes=1; actor.world_size or trainer.n_gpus_per_node is the number of ranks there",
         )
 
 
@@ -78,13 +84,29 @@ def _require_local_gpus(config: Config) -> None:
 
 def _require_local_cores(config: Config) -> None:
     """More threads than cores are refused: they would fight for the cores, and a local Ray would believe the number."""
-    wanted, there = worker_threads(config), available_cores()
+    ranks = config.ranks or 1
+    wanted, there = worker_threads(config) * ranks, available_cores()
     if wanted > there:
+        keys = "cluster.threads is" if ranks == 1 else "actor.world_size times cluster.threads is"
+        fewer = f"cluster.threads={there} or less, or leave it out to use all cores"
         raise ClusterError(
-            "cluster.threads is more than the cores that this process may use",
-            f"wanted {wanted} CPU, available {there}",
-            f"set cluster.threads={there} or less, or leave it out to use all cores",
+            f"{keys} more than the cores that this process may use",
+            f"wanted {wanted} CPU" + (f" ({ranks} ranks)" if ranks > 1 else "") + f", available {there}",
+            "set " + (fewer if ranks == 1 else f"actor.world_size={there} or less, and leave cluster.threads out"),
         )
+
+
+def with_ranks(config: Config, ranks: int) -> Config:
+    """The configuration with the number of ranks that the machine decided.
+
+    Raises:
+        ConfigError: the batch sizes do not divide over them.
+    """
+    config = config.model_copy(update={"actor": config.actor.model_copy(update={"world_size": ranks})})
+    config.actor_batch()
+    if config.uses_critic:
+        config.critic_batch()
+    return config
 
 
 def _roles(worker, config: Config, parity: ParityReport, report: Report) -> Roles:  # type: ignore[no-untyped-def]

@@ -13,7 +13,9 @@ def available_cores() -> int:
 
 
 def worker_threads(config: Config | SupervisedConfig) -> int:
-    return config.cluster.threads or available_cores()
+    """Of one rank."""
+    ranks = config.ranks if isinstance(config, Config) else 1
+    return config.cluster.threads or max(1, available_cores() // (ranks or 1))
 
 
 def worker_environment(threads: int) -> dict[str, str]:

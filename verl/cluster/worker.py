@@ -35,29 +35,38 @@ from verl.training.actor import Actor
 from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
 from verl.training.optimizer import MasterWeights, Optimizer
+from verl.training.parallel import Ranks, join_ranks
+from verl.training.passes import Passes
 from verl.training.reference import Reference
 from verl.training.reward_model import load_reward_model
 from verl.training.saving import load_trained, save_trained
 
 
 class Worker:
-    """All roles of a run in one process.
+    """All roles of a run in one process, or those of one training rank.
 
     Methods are called one at a time, directly (``cluster.backend=inline``) or through Ray. :meth:`setup` comes first;
     the constructor is cheap, so that errors of the set-up reach the controller as they are.
 
     Args:
         reward: a reward function of this process, in place of the configuration's.
+        rank: of ``config.ranks``.
+        meeting: file over which the ranks find each other.
     """
 
-    def __init__(self, config: Config, reward: Callable[..., Any] | None = None) -> None:
-        self._config, self._reward = config, reward
+    def __init__(
+        self, config: Config, reward: Callable[..., Any] | None = None, rank: int = 0, meeting: str = ""
+    ) -> None:
+        self._config, self._reward, self._meeting = config, reward, meeting
+        self._ranks = Ranks(rank, config.ranks or 1, balance=config.trainer.balance_batch)
 
     def setup(self) -> ParityReport:
         """Load the models and check the engine against the trainer on this machine."""
         config = self._config
         torch.set_num_threads(worker_threads(config))
         device = choose_device(config)
+        if self._ranks.size > 1:
+            join_ranks(self._ranks, self._meeting, config.cluster.collective_timeout, device)
         dtype = getattr(torch, config.model.dtype)
         actor_limits = limits_of(config.actor_batch(1), config)
         policy, weights = self._load_actor(dtype, device)
@@ -81,12 +90,15 @@ class Worker:
             stop_ids(config.model.path, self._tokenizer),
         )
         self._critic = self._load_critic(dtype, device) if config.uses_critic else None
-        model = load_reward_model(config, device, self._tokenizer)
-        self._scorer = RuleScorer(config.reward, self._tokenizer.decode, self._reward, model)
+        if self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
+            model = load_reward_model(config, device, self._tokenizer)
+            self._scorer = RuleScorer(config.reward, self._tokenizer.decode, self._reward, model)
+        self._require_same_weights()
+        rows = -(-config.data.train_batch_size * config.rollout.n // self._ranks.size)
         return check_parity(
             self._engine,
             policy,
-            rows=min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n),
+            rows=min(config.rollout.max_num_seqs, rows),
             longest=config.data.max_prompt_length + config.data.max_response_length,
             group_size=config.rollout.n,
             temperature=config.rollout.temperature,
@@ -94,22 +106,26 @@ class Worker:
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
         model = self._load(self._config.model.path, torch.float32, device)
-        weights = MasterWeights(model, dtype, fp16=self._config.model.fp16)
+        weights = MasterWeights(model, dtype, fp16=self._config.model.fp16, ranks=self._ranks)
         return PolicyModel(model), weights
 
     def _load_reference(self, dtype: torch.dtype, device: torch.device, actor_limits: Limits) -> Reference:
         rows, tokens = self._config.reference_batch()
         limits = Limits(rows, tokens, actor_limits.share_prompts)
         policy = PolicyModel(self._load(self._config.model.path, dtype, device))
-        return Reference(policy, limits, self._config.rollout.temperature)
+        passes = Passes("reference", limits, self._ranks, self._config.actor.auto_micro_batch)
+        return Reference(policy, passes, self._config.rollout.temperature)
 
     def _load_critic(self, dtype: torch.dtype, device: torch.device) -> Critic:
         config = self._config
         path = config.critic_model_path
         load = load_classifier if is_classifier(path) else load_causal_lm
         model = ValueModel(self._load(path, torch.float32, device, load))
-        weights = MasterWeights(model, dtype, lambda name: not name.startswith("value_head"), config.model.fp16)
-        return Critic(model, config.critic, limits_of(config.critic_batch(1), config), weights)
+        weights = MasterWeights(
+            model, dtype, lambda name: not name.startswith("value_head"), config.model.fp16, self._ranks
+        )
+        limits = limits_of(config.critic_batch(1), config)
+        return Critic(model, config.critic, limits, weights, config.actor.auto_micro_batch)
 
     def _load(
         self, path: str, dtype: torch.dtype, device: torch.device, load: Callable[..., PreTrainedModel] = load_causal_lm
@@ -141,6 +157,10 @@ class Worker:
     def score(self, batch: DataProto) -> DataProto:
         return self._scorer.score(batch)
 
+    def close(self) -> None:
+        """End the processes that this one started."""
+        self._scorer.close()
+
     # process and update --------------------------------------------------------------------------------------------
 
     def actor_log_probs(self, batch: DataProto) -> DataProto:
@@ -168,7 +188,10 @@ class Worker:
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Write ``actor/`` and, with a critic, ``critic/`` into a checkpoint folder being made."""
+        """Write ``actor/`` and, with a critic, ``critic/`` into a checkpoint folder being made; the first rank does."""
+        self._require_same_weights()
+        if self._ranks.rank > 0:
+            return
         for name, weights, optimizer in self._trained():
             save_trained(Path(folder) / name, weights, optimizer)
         save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
@@ -177,6 +200,10 @@ class Worker:
         """Take what :meth:`save` wrote."""
         for name, weights, optimizer in self._trained():
             load_trained(Path(folder) / name, weights, optimizer)
+
+    def _require_same_weights(self) -> None:
+        for name, weights, _ in self._trained():
+            self._ranks.require_same(weights.masters, f"the {name}'s weights")
 
     def _trained(self) -> list[tuple[str, MasterWeights, Optimizer]]:
         trained = [("actor", self._actor.weights, self._actor.optimizer)]

@@ -32,6 +32,7 @@ ALIASES = {
     "training.fp16.loss_scale": "model.fp16.loss_scale",
     "training.fp16.initial_scale_power": "model.fp16.initial_scale_power",
     "training.fp16.loss_scale_window": "model.fp16.loss_scale_window",
+    "nccl_timeout": "cluster.collective_timeout",
     "data.tokenizer": "model.tokenizer_path",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_last",
     **{f"{role}.optim.warmup_style": f"{role}.optim.lr_scheduler_type" for role in ("actor", "critic")},
@@ -107,6 +108,7 @@ VERL_DEFAULTS = {
     "trainer.n_gpus_per_node": "8",
     "trainer.default_local_dir": "checkpoints/<project_name>/<experiment_name>",
     "trainer.log_val_generations": "0",
+    "cluster.collective_timeout": "600 (as actor_rollout_ref.nccl_timeout)",
     "trainer.keep_last": "null (as max_actor_ckpt_to_keep): all",
 }
 """verl's defaults where ours are others."""

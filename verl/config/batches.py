@@ -35,8 +35,10 @@ class _Sizes:
 
 
 def ranks(config: Config) -> int | None:
-    """Training ranks if the configuration alone tells them: a CPU machine trains as one rank with all its cores."""
+    """Training ranks if the configuration alone tells them: a CPU machine trains as one rank, unless asked for more."""
     trainer = config.trainer
+    if config.actor.world_size is not None:
+        return config.actor.world_size
     if trainer.device == "cpu":
         return trainer.nnodes
     if trainer.n_gpus_per_node == "auto":
@@ -114,6 +116,7 @@ def reference_limits(config: Config) -> tuple[int | None, int | None]:
 
 def problems(config: Config) -> Iterator[Problem]:
     """Everything about batch sizes that cannot work, found before any worker starts."""
+    yield from _world_size_problems(config)
     roles = [_actor(config)] + ([_critic(config)] if config.uses_critic else [])
     known = ranks(config)
     for sizes in roles:
@@ -136,6 +139,25 @@ def problems(config: Config) -> Iterator[Problem]:
             )
         elif tokens is not None and config.ref.log_prob_max_token_len_per_gpu is not None:
             yield from _token_problems(config, "ref.log_prob_max_token_len_per_gpu", tokens)
+
+
+def _world_size_problems(config: Config) -> Iterator[Problem]:
+    trainer, wanted = config.trainer, config.actor.world_size
+    gpus = trainer.n_gpus_per_node
+    asked = trainer.nnodes * gpus if isinstance(gpus, int) and trainer.device != "cpu" else 0
+    if wanted is not None and asked and wanted != asked:
+        yield Problem(
+            "actor.world_size is not the number of GPUs asked for; each rank has one",
+            f"{wanted} ranks, trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={gpus}",
+            f"remove actor.world_size, or set trainer.n_gpus_per_node={max(1, wanted // trainer.nnodes)}",
+        )
+    if (ranks(config) or 1) > 1 and config.cluster.backend == "inline":
+        yield Problem(
+            "cluster.backend=inline is one process, and more than one training rank is asked for",
+            f"{ranks(config)} ranks (actor.world_size={wanted}, trainer.nnodes={trainer.nnodes}, "
+            f"trainer.n_gpus_per_node={gpus})",
+            "set cluster.backend=ray, or actor.world_size=1",
+        )
 
 
 def _divisor(number: int, limit: int) -> int:

@@ -240,5 +240,7 @@ def _trainer_notices(config: Config) -> Iterator[str]:
         )
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield (f"trainer.resume_from_path has no effect: trainer.resume_mode is {trainer.resume_mode}, not resume_path")
+    if config.ranks == 1 and not trainer.balance_batch:
+        yield "trainer.balance_batch=false has no effect: there is one rank"
     if cluster.backend == "inline" and cluster.address is not None:
         yield "cluster.address has no effect: cluster.backend=inline starts no Ray"

@@ -35,7 +35,7 @@ NO_MEANING = (
         "*.megatron.*", "*.optim.override_optimizer_config.*", "*.fsdp_config.*",
         "*.veomni.*", "*.torchtitan.*", "*.automodel.*", "*.strategy", "*.fsdp_size",
         "*.ulysses_sequence_parallel_size", "model_engine", "actor.load_weight", "actor.fsdp_size",
-        "*.nccl_timeout", "nccl_timeout", "hybrid_engine",
+        "*.nccl_timeout", "hybrid_engine",
     )),
     NoMeaning("settings of other engines and their servers", (
         "rollout.mode", "rollout.max_model_len", "rollout.multi_stage_wake_up",
@@ -62,11 +62,10 @@ NO_MEANING = (
         "rollout.multi_turn.*", "rollout.agent.*", "rollout.trace.*", "data.tool_config_path",
         "data.need_tools_kwargs", "data.return_raw_input_ids",
     )),
-    NoMeaning("rows are always packed and balanced over ranks, log-probs computed in chunks, and nothing is compiled", (
+    NoMeaning("rows are always packed, log-probs computed in chunks, and nothing is compiled", (
         "*.use_remove_padding", "*.use_fused_kernels", "model.fused_kernel_options.*", "model.use_liger",
         "*.entropy_from_logits_with_chunking", "*.entropy_checkpointing", "model.tiled_mlp.*", "model.mtp.*",
         "actor.use_prefix_grouper", "model.enable_activation_offload", "*.use_torch_compile", "*.use_dynamic_compile",
-        "trainer.balance_batch",
     )),
     NoMeaning("the model's own configuration is used as it is", ("*.override_*config.*", "model.hf_config_path")),
     NoMeaning("AdamW is configured by lr, betas, eps, weight_decay and the schedule's keys alone", (
@@ -121,7 +120,7 @@ NO_MEANING = (
         "reward.reward_model.nnodes", "reward.reward_model.use_reward_loop", "reward.reward_model.num_workers",
     )),
     NoMeaning("responses are always scored as groups finish", (
-        "reward.reward_model.launch_reward_fn_async", "reward.num_workers",
+        "reward.reward_model.launch_reward_fn_async",
         "reward.reward_manager.module.*",
         "reward.reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "reward.reward_loop_*",
         "reward.reward_model.reward_loop_*",

@@ -405,6 +405,24 @@ class RewardConfig(Section):
     sandbox: SandboxConfig = Field(
         default_factory=SandboxConfig, description="Where model-written programs are run (rule code)."
     )
+    num_workers: Annotated[int, Unit("processes")] | None = Field(
+        None,
+        ge=0,
+        description="Most processes that call your functions and rules without a bound of their own; 0: none but the "
+        "run's own, without time limit; null: as many as there are cores.",
+    )
+    min_workers: Annotated[int, Unit("processes")] = Field(
+        1, ge=0, description="Of these, so many stay when there is nothing to score; the others come and go."
+    )
+    timeout: Seconds = Field(
+        60.0,
+        gt=0,
+        description="Time of one call, its own alone; what does not stop then is killed and counted as failed.",
+    )
+    cache: bool = Field(
+        True,
+        description="Equal responses to one prompt are asked about once; false for functions that draw at random.",
+    )
     length_normalization: LengthNormalizationConfig = Field(
         default_factory=LengthNormalizationConfig, description="Scores divided by a power of the length."
     )

@@ -84,6 +84,13 @@ class ActorConfig(Section):
 
     acts_in: ClassVar[str] = "update: the actor"
 
+    world_size: Annotated[int, Unit("ranks")] | None = Field(
+        None,
+        ge=1,
+        description="Processes that train together, of actor, critic and reference alike; null: one for each GPU of "
+        "trainer.nnodes x trainer.n_gpus_per_node, one on a CPU.",
+        json_schema_extra=acts("start: the workers"),
+    )
     ppo_mini_batch_size: Prompts = Field(
         256, ge=1, description="Prompts in one optimizer step (all ranks together); divides data.train_batch_size."
     )
@@ -102,6 +109,16 @@ class ActorConfig(Section):
         None,
         ge=1,
         description="Micro-batches in one optimizer step on one rank; derived, and when given it must agree.",
+    )
+    skip_zero_loss: bool = Field(
+        True,
+        description="No backward pass for rows that teach nothing: all advantages 0 (a group with equal rewards), "
+        "without entropy bonus and KL loss. Their metrics are computed all the same.",
+    )
+    auto_micro_batch: bool = Field(
+        False,
+        description="When memory runs out, halve the micro-batches of actor, critic and reference for the rest of the "
+        "run and start the pass over; false: stop and say what did not fit.",
     )
     ppo_epochs: Annotated[int, Unit("passes over a batch")] = Field(
         1, ge=1, description="Passes over each batch of experience."

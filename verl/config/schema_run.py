@@ -338,6 +338,11 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(
         True, description="Validate once before the first step.", json_schema_extra=acts("validation")
     )
+    balance_batch: bool = Field(
+        True,
+        description="Spread rows over ranks by their tokens; false: in order, the same number on each rank.",
+        json_schema_extra=acts("update and process: the rows of each rank"),
+    )
     critic_warmup: Steps = Field(
         0,
         ge=0,
@@ -431,6 +436,12 @@ class ClusterConfig(Section):
         None, description="Address of a running Ray cluster; null: a local one, started and stopped by the run."
     )
     threads: Annotated[int, Unit("threads")] | None = Field(
-        None, ge=1, description="CPU threads of one worker; null: all cores."
+        None, ge=1, description="CPU threads of one worker (of each rank); null: all cores, over the ranks."
     )
     start_timeout: Seconds = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")
+    collective_timeout: Seconds = Field(
+        1800.0,
+        gt=0,
+        description="Seconds that a training rank waits for the others, whose work may take longer than its own.",
+        json_schema_extra=acts("update and process: sums over ranks"),
+    )

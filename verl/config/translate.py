@@ -159,6 +159,8 @@ def _global_micro_problem(
 
 def _ranks(values: Mapping[str, Any]) -> int | None:
     """As :func:`verl.config.batches.ranks`, before the values are checked; None for nonsense, reported later."""
+    if values.get("actor.world_size") is not None:
+        return _whole_number(values["actor.world_size"]) or None
     nodes = _whole_number(values.get("trainer.nnodes", 1))
     if values.get("trainer.device") == "cpu":
         return nodes or None

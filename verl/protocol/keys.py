@@ -52,6 +52,8 @@ _ROWS = [
     Column("response_mask", "(B, R)", "bool", ROLLOUT, "tokens that the policy sampled and trains on"),
     Column("rollout_log_probs", "(B, R)", "float32", ROLLOUT, "log-probs of the sampled ids, by the engine"),
     Column("token_level_scores", "(B, R)", "float32", SCORING, "the reward alone, at the last response token"),
+    Column("reward_reason", "(B,)", "object", SCORING, "str, why a row could not be scored; else None"),
+    Column("shaped_scores", "(B,)", "float32", PROCESS, "scores after shaping, where there is any"),
     Column("scored", "(B,)", "bool", SCORING, "False: no reward function could score the row"),
     Column("baseline_scores", "(B,)", "float32", SCORING, "remax: score of the greedy response to the row's prompt"),
     Column("baseline_lengths", "(B,)", "int64", SCORING, "remax: its length in tokens"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,15 @@ def run(callee: Callee, calls: Sequence[Call], tell: Tell, limit: float | None =
         _run_coroutine(_gather(callee, calls, tell, limit))
         return
     for number, call in enumerate(calls):
+        start = time.perf_counter()
         try:
             result = _finished(callee.function(**call.arguments))
         except (Exception, SystemExit) as error:
-            tell(number, [callee.failure(error)] * (call.count or 1))
+            scores = [callee.failure(error)] * (call.count or 1)
         else:
-            whole = call.count is not None
-            tell(number, check_batch(result, call.count, callee.name) if whole else [check_result(result)])
+            one = call.count is None
+            scores = [check_result(result)] if one else check_batch(result, call.count or 0, callee.name)
+        tell(number, _timed(scores, start))
 
 
 async def _gather(callee: Callee, calls: Sequence[Call], tell: Tell, limit: float | None) -> None:
@@ -82,15 +85,20 @@ async def _gather(callee: Callee, calls: Sequence[Call], tell: Tell, limit: floa
 
     async def ask(number: int, call: Call) -> None:
         async with slots:
-            own = asyncio.timeout(limit)
+            own, start = asyncio.timeout(limit), time.perf_counter()
             try:
                 async with own:
                     score = check_result(await callee.function(**call.arguments))
             except (Exception, SystemExit) as error:
                 score = too_slow(limit) if own.expired() and limit is not None else callee.failure(error)
-            tell(number, [score])
+            tell(number, _timed([score], start))
 
     await asyncio.gather(*(ask(number, call) for number, call in enumerate(calls)))
+
+
+def _timed(scores: list[Score], start: float) -> list[Score]:
+    seconds = (time.perf_counter() - start) / len(scores)
+    return [replace(score, seconds=seconds) for score in scores]
 
 
 def too_slow(limit: float) -> Score:

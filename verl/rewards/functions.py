@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.errors import RewardError
@@ -11,8 +11,10 @@ from verl.protocol import DataProto, check_columns
 from verl.rewards import batched, calls
 from verl.rewards.code import check_sandbox, code
 from verl.rewards.custom import VERL, UserFunction, accepts
+from verl.rewards.pool import Pool
+from verl.rewards.pool_worker import Target
 from verl.rewards.results import Score
-from verl.rewards.rules import Rule, by_source
+from verl.rewards.rules import IN_POOL, Rule, by_source
 
 if TYPE_CHECKING:
     from verl.config import SandboxConfig
@@ -53,10 +55,11 @@ class RuleReward:
     Args:
         rule: None: chosen by the row's data source.
         sandbox: where the rule ``code`` runs programs.
+        pool: for rules whose time no input bounds; None: they are called here, too.
     """
 
-    def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any], sandbox: SandboxConfig) -> None:
-        self._rule, self._kwargs, self._sandbox = rule, dict(kwargs), sandbox
+    def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any], sandbox: SandboxConfig, pool: Pool | None) -> None:
+        self._rule, self._kwargs, self._sandbox, self._pool = rule, dict(kwargs), sandbox, pool
         if rule is not None:
             self._checked(rule)
 
@@ -73,13 +76,11 @@ class RuleReward:
         scores: dict[int, Score] = {}
         for rule, own in places.items():
             options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
-            given = [
-                {"response_text": told[i][0], "ground_truth": told[i][2], "extra_info": told[i][3] or {}} for i in own
-            ]
+            given = [{"response_text": told[i][0], "ground_truth": told[i][2], "extra_info": told[i][3]} for i in own]
             made = [calls.Call({**arguments, **options}) for arguments in given]
-            found: list[list[Score]] = [[] for _ in made]
-            calls.run(calls.Callee(rule, rule.__name__), made, found.__setitem__)
-            scores.update(zip(own, (score for (score,) in found), strict=True))
+            pool = self._pool if rule.__name__ in IN_POOL else None
+            found = _answers(pool, Target(rule.__name__), calls.Callee(rule, rule.__name__), made)
+            scores.update(zip(own, found, strict=True))
         return [scores[i] for i in range(len(told))]
 
     def _checked(self, rule: Rule) -> Rule:
@@ -94,11 +95,21 @@ class FunctionReward:
     """A user's function in any of the three signatures.
 
     Args:
+        target: how a worker finds it.
         decode: token ids to text, special tokens included; OpenRLHF's signature needs it.
+        pool: None: it is called here.
     """
 
-    def __init__(self, function: UserFunction, kwargs: Mapping[str, Any], decode: batched.Decode | None) -> None:
+    def __init__(
+        self,
+        function: UserFunction,
+        target: Target,
+        kwargs: Mapping[str, Any],
+        decode: batched.Decode | None,
+        pool: Pool | None,
+    ) -> None:
         self._function, self._kwargs, self._decode = function, dict(kwargs), decode
+        self._target, self._pool = target, pool
         self._callee = calls.Callee(function.function, function.name, function.file)
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
@@ -112,10 +123,7 @@ class FunctionReward:
             )
 
     def score(self, rows: DataProto) -> list[Score]:
-        made = self._calls(rows)
-        scores: list[list[Score]] = [[] for _ in made]
-        calls.run(self._callee, made, scores.__setitem__)
-        return [score for found in scores for score in found]
+        return _answers(self._pool, self._target, self._callee, self._calls(rows))
 
     def _calls(self, rows: DataProto) -> list[calls.Call]:
         if self._function.signature is VERL:
@@ -124,13 +132,27 @@ class FunctionReward:
         arguments = {**batched.arguments(self._function, rows, self._decode), **self._kwargs}
         return [calls.Call(arguments, count=len(rows))]
 
-    def _arguments(self, text: str, source: str, truth: Any, extra: dict[str, Any] | None) -> dict[str, Any]:
+    def _arguments(self, text: str, source: str, truth: Any, extra: dict[str, Any]) -> dict[str, Any]:
         arguments = {"data_source": source, "solution_str": text, "ground_truth": truth, **self._kwargs}
         if self._function.takes("extra_info"):
-            # A copy: what the function does to it must not reach the dataset or the other responses of the group.
-            arguments["extra_info"] = copy.deepcopy(extra) if extra is not None else {}
+            # A copy (a worker's is one): what the function does to it must not reach the dataset or the group's others.
+            arguments["extra_info"] = copy.deepcopy(extra) if self._pool is None else extra
+
         return arguments
 
 
-def _told(rows: DataProto) -> Any:
-    return zip(*(rows.non_tensor_batch[name].tolist() for name in ROW_COLUMNS), strict=True)
+def _answers(pool: Pool | None, target: Target, callee: calls.Callee, made: Sequence[calls.Call]) -> list[Score]:
+    """Of all calls, in order."""
+    scores: list[list[Score]] = [[] for _ in made]
+    if pool is None:
+        calls.run(callee, made, scores.__setitem__)
+    else:
+        scores = pool.gather(pool.submit(target, made, callee.is_async))
+    return [score for found in scores for score in found]
+
+
+def _told(rows: DataProto) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """Of each row: response, data source, ground truth, extra_info."""
+    columns = (rows.non_tensor_batch[name].tolist() for name in ROW_COLUMNS)
+    for text, source, truth, extra in zip(*columns, strict=True):
+        yield text, source, truth, extra if extra is not None else {}

@@ -27,12 +27,14 @@ class Score:
             ``failed`` (it raised), ``empty`` (the response has no token to bear a score; the function was not asked).
         extras: the other keys of a dict result.
         reason: why it is invalid or failed.
+        seconds: that the call took, an equal share of it where it was for a batch.
     """
 
     value: float | None
     outcome: Outcome
     extras: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
+    seconds: float = field(default=0.0, compare=False)
 
 
 def check_result(result: Any) -> Score:

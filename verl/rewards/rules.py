@@ -17,15 +17,16 @@ from typing import Any
 
 from verl.config.names import did_you_mean, matches
 from verl.errors import RewardError
+from verl.rewards.boxes import BOX, last_boxed
 from verl.rewards.code import code
+from verl.rewards.maths import LONGEST, clean, same
+from verl.rewards.maths import number as number_of
+from verl.rewards.text_rules import ANSWER_TAG, format_tags, json_schema, length, multiple_choice, regex, repetition
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
 Rule = Callable[..., Any]  # the dict, or (code) a coroutine of it
 
 LONGEST_ANSWER = 200  # characters; what is longer is scored as it is, and is a text rather than an answer
-
-_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_BOX = re.compile(r"\\f?boxed\s*|\\fbox\s*")
 
 
 def gsm8k(
@@ -96,41 +97,40 @@ def boxed(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | No
     answer = last_boxed(response_text)
     if answer is None:
         return _graded(0.0, None)
-    whole = str(ground_truth)
-    truth = last_boxed(whole) if _BOX.search(whole) else whole
-    if truth is None:
-        raise RewardError("The ground truth has an unclosed box.", ground_truth, "correct the row")
-    left, right = _plain_math(answer), _plain_math(truth)
+    left, right = _plain_math(answer), _plain_math(_truth_text(ground_truth))
     value = whole_number(left)
     equal = left == right or (value is not None and value == whole_number(right))
     return _graded(equal, left if value is None else value)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}``, ``\fbox{...}`` or ``\boxed x``, nested braces kept; None if unclosed."""
-    box = None
-    for match in _BOX.finditer(text):
-        box = match
-    if box is None:
-        return None
-    start = box.end()
-    if text[start : start + 1] != "{":
-        bare = re.match(r"[^\s$]+", text[start:]) if box.group().endswith((" ", "\t", "\n")) else None
-        return bare.group() if bare else None
-    depth, escaped = 0, False
-    for at in range(start, len(text)):
-        char = text[at]
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : at].strip()
-    return None
+def _truth_text(ground_truth: Any) -> str:
+    whole = str(ground_truth)
+    truth = last_boxed(whole) if BOX.search(whole) else whole
+    if truth is None:
+        raise RewardError("The ground truth has an unclosed box.", ground_truth, "correct the row")
+    return truth
+
+
+def math(
+    response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, method: str = "strict"
+) -> dict[str, Any]:
+    r"""1 if the last ``\boxed{...}`` says what the ground truth says, else 0: :mod:`verl.rewards.maths`.
+
+    Args:
+        method: ``strict``: no box, no answer; ``flexible``: the content of the last ``<answer>``, else the last number.
+    """
+    if method not in ("strict", "flexible"):
+        raise RewardError("The math rule has no such method.", method, "strict or flexible")
+    truth, answer = _truth_text(ground_truth), last_boxed(response_text)
+    if answer is None and method == "flexible" and not BOX.search(response_text):
+        tagged = ANSWER_TAG.findall(response_text)
+        found = last_number(response_text)
+        answer = tagged[-1] if tagged else None if found is None else str(found)
+    if answer is None:
+        return _graded(0.0, None)
+    shown = clean(answer) if len(answer) <= LONGEST else answer
+    value = number_of(shown) if len(answer) <= LONGEST else None
+    return _graded(same(truth, answer), shown if value is None else value)
 
 
 def _plain_math(text: str) -> str:
@@ -158,7 +158,7 @@ def reasoning_gym(response_text: str, ground_truth: Any, extra_info: dict[str, A
             f"extra_info has {', '.join(extra) or 'nothing'}",
             "make the file with: verl data reasoning-gym",
         )
-    tagged = _ANSWER_TAG.findall(response_text)
+    tagged = ANSWER_TAG.findall(response_text)
     answer = (tagged[-1] if tagged else response_text).strip()
     entry = {
         "question": extra.get("question"),
@@ -181,10 +181,26 @@ def _reasoning_scorer(task: str, options: str) -> Callable[[str, dict[str, Any]]
 RULES: dict[str, Rule] = {
     "gsm8k": gsm8k,
     "number": number,
-    "exact_match": exact_match,
+    "math": math,
     "boxed": boxed,
+    "exact_match": exact_match,
+    "multiple_choice": multiple_choice,
+    "regex": regex,
+    "json_schema": json_schema,
+    "format_tags": format_tags,
+    "length": length,
+    "repetition": repetition,
     "reasoning_gym": reasoning_gym,
     "code": code,
+}
+
+# No size of their input bounds the time of these, so they are called where they can be killed. With each a module that
+# takes long to import, if there is one.
+IN_POOL: dict[str, str | None] = {
+    "math": "math_verify",
+    "regex": None,
+    "json_schema": "jsonschema",
+    "reasoning_gym": "reasoning_gym",
 }
 
 # First match wins; a trailing * stands for any ending.
@@ -196,6 +212,12 @@ SOURCES: dict[str, str] = {
     "taco": "code",
     "codecontests": "code",
     "codeforces": "code",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math": "math",
+    "math_dapo": "math",
+    "aime*": "math",
 }
 
 

@@ -6,6 +6,7 @@ A score is placed on the last trained token of its response. A response that can
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from verl.rewards.batched import Decode
 from verl.rewards.custom import check_function, load_function
 from verl.rewards.functions import ROW_COLUMNS, AbsentReward, FunctionReward, Reward, RuleReward
 from verl.rewards.judge import Judge
+from verl.rewards.pool import Pool
+from verl.rewards.pool_worker import Target
 from verl.rewards.results import MEANINGFUL, Outcome, Score, check_result
 from verl.rewards.rules import rule_named
 
@@ -69,7 +72,8 @@ class RuleScorer:
         model: Reward | None = None,
     ) -> None:
         self.config = config
-        self._parts = list(_parts(config, decode, function))
+        self._pool = _new_pool(config) if config.num_workers != 0 else None
+        self._parts = list(_parts(config, decode, self._pool, function))
         judges = list(_judges(config, model))
         if judges:
             alone = function is None and not config.names_rewards  # no rule was asked for: the usual one is not added
@@ -77,6 +81,11 @@ class RuleScorer:
             self._parts = [*others, *judges]
             if len(self._parts) == 1:
                 self._parts = [Part("", judges[0].reward)]
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
         """Refuse, before the run starts, rows of a dataset that cannot be scored.
@@ -119,7 +128,7 @@ class RuleScorer:
         scores = [Score(None, "empty")] * len(batch)
         counts: Counter[str] = Counter()
         if asked.any():
-            found = self._ask(batch[asked], counts)
+            found = self.judge(batch[asked], counts)
             for place, score in zip(asked.nonzero().flatten().tolist(), found, strict=True):
                 scores[place] = score
         reasons = [score.reason for score in scores if score.reason is not None]
@@ -134,8 +143,12 @@ class RuleScorer:
             meta_info={"metrics": dict(counts)},
         )
 
-    def _ask(self, rows: DataProto, counts: Counter[str]) -> list[Score]:
-        """One :class:`Score` a row, in order; what each of several rewards came to is counted."""
+    def judge(self, rows: DataProto, counts: Counter[str] | None = None) -> list[Score]:
+        """One :class:`Score` a row, in order, whatever its mask.
+
+        Args:
+            counts: gets how many responses each of several rewards scored, failed for, and so on.
+        """
         sources = rows.non_tensor_batch["data_source"].tolist()
         found: list[dict[str, Score]] = [{} for _ in sources]
         for part in self._parts:
@@ -144,7 +157,7 @@ class RuleScorer:
                 scores = self._tried(part.reward, rows if len(places) == len(rows) else rows.select_idxs(places))
                 for i, score in zip(places, scores, strict=True):
                     found[i][part.name] = score
-                if part.name:
+                if part.name and counts is not None:
                     counts.update(_counts(f"{part.name}/", scores))
         if not self._parts[0].name:
             return [scores[""] for scores in found]
@@ -171,17 +184,26 @@ class RuleScorer:
             )
 
 
-def _parts(config: RewardConfig, decode: Decode | None, function: Callable[..., Any] | None) -> Iterator[Part]:
+def _new_pool(config: RewardConfig) -> Pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = cores if config.num_workers is None else config.num_workers
+    return Pool(most, min(config.min_workers, most), config.timeout, config.cache)
+
+
+def _parts(
+    config: RewardConfig, decode: Decode | None, pool: Pool | None, function: Callable[..., Any] | None
+) -> Iterator[Part]:
     custom, kwargs = config.custom_reward_function, config.reward_kwargs
     if function is not None:
         name = getattr(function, "__name__", type(function).__name__)
-        yield Part("", FunctionReward(check_function(function, name, kwargs=kwargs), kwargs, decode))
+        checked = check_function(function, name, kwargs=kwargs)
+        yield Part("", FunctionReward(checked, Target(name), kwargs, decode, None))  # no other process has it
     elif config.functions:
         for name, entry in config.parts.items():
-            reward = _reward(entry.rule, entry.path, entry.name, entry.kwargs, decode, config.sandbox)
+            reward = _reward(entry.rule, entry.path, entry.name, entry.kwargs, decode, config.sandbox, pool)
             yield Part(name, reward, entry.weight, entry.data_sources)
     else:
-        yield Part("", _reward(config.rule, custom.path, custom.name, kwargs, decode, config.sandbox))
+        yield Part("", _reward(config.rule, custom.path, custom.name, kwargs, decode, config.sandbox, pool))
 
 
 def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
@@ -199,11 +221,13 @@ def _reward(
     kwargs: Mapping[str, Any],
     decode: Decode | None,
     sandbox: SandboxConfig,
+    pool: Pool | None,
 ) -> RuleReward | FunctionReward:
     if path is not None:
-        return FunctionReward(load_function(path, name, kwargs), kwargs, decode)
+        function = load_function(path, name, kwargs)
+        return FunctionReward(function, Target(name, str(function.file)), kwargs, decode, pool)
     assert rule is not None
-    return RuleReward(None if rule == "auto" else rule_named(rule), kwargs, sandbox)
+    return RuleReward(None if rule == "auto" else rule_named(rule), kwargs, sandbox, pool)
 
 
 def combined(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
@@ -227,7 +251,8 @@ def combined(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score
     values = [
         weights[name] * score.value for name, score in scores.items() if score.value is not None and weights[name]
     ]
-    return replace(check_result(sum(values) if values else None), extras=extras)
+    seconds = sum(score.seconds for score in scores.values())
+    return replace(check_result(sum(values) if values else None), extras=extras, seconds=seconds)
 
 
 def place_scores(values: Sequence[float | None], response_mask: torch.Tensor) -> torch.Tensor:
@@ -235,14 +260,17 @@ def place_scores(values: Sequence[float | None], response_mask: torch.Tensor) ->
 
     A row without a True position must have None: there is no token that could bear its score.
     """
+    if not response_mask.shape[1]:
+        return torch.zeros(response_mask.shape, dtype=torch.float32)
+    scored = torch.tensor([value is not None for value in values], dtype=torch.bool)
+    bearing = scored & ~response_mask.any(dim=1)
+    if bearing.any():
+        row = int(bearing.nonzero()[0])
+        raise ValueError(f"row {row} has score {values[row]} but no response token")
+    own = torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float32)
+    last = response_mask.shape[1] - 1 - response_mask.flip(1).to(torch.uint8).argmax(dim=1)
     scores = torch.zeros(response_mask.shape, dtype=torch.float32)
-    for i, value in enumerate(values):
-        if value is not None:
-            positions = response_mask[i].nonzero()
-            if not len(positions):
-                raise ValueError(f"row {i} has score {value} but no response token")
-            scores[i, int(positions[-1])] = value
-    return scores
+    return scores.scatter_(1, last[:, None].clamp(min=0), torch.where(scored, own, 0.0)[:, None])
 
 
 def _counts(prefix: str, scores: Sequence[Score]) -> dict[str, int]:

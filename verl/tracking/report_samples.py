@@ -31,8 +31,8 @@ class ShownSamples:
 
     Attributes:
         groups: one JSON text a prompt, safe inside a data block: ``{step, split, uid, of, prompt, ground_truth?,
-            data_source?, rows: [{index, response, score?, advantage?, response_length?, finish_reason?, versions?,
-            extras?}]}``; ``of``: responses that the file has.
+            data_source?, rows: [{index, response, score?, shaped?, reward?, reason?, advantage?, response_length?,
+            finish_reason?, versions?, extras?}]}``; ``of``: responses that the file has.
         rows, of_rows: responses shown, and how many the shown steps have.
         steps, of_steps: steps shown, and how many have samples.
         torn: unreadable lines met.
@@ -202,6 +202,9 @@ def _row(row: SampleRow, text: int) -> dict[str, Any]:
     return {"index": row.index, "response": _cut(row.response, text)} | _present(
         {
             "score": short(row.score),
+            "shaped": short(row.shaped),
+            "reward": short(row.reward if row.reward != (row.score if row.shaped is None else row.shaped) else None),
+            "reason": None if row.reason is None else _cut(row.reason, 500),
             "advantage": short(row.advantage),
             "response_length": row.response_length,
             "finish_reason": _cut(row.finish_reason, 60),

@@ -30,13 +30,16 @@ class SampleRow:
     prompt: str
     response: str
     ground_truth: Any = None
-    score: float | None = None  # the reward function's, before any KL penalty; None: it could not be scored
+    score: float | None = None  # the reward function's, before shaping and KL penalty; None: it could not be scored
     advantage: float | None = None  # mean over the response's tokens
     data_source: str = ""
     finish_reason: str = ""
     response_length: int | None = None  # tokens
     versions: list[int] | None = None  # policy versions of its oldest and newest token
     extras: dict[str, Any] = field(default_factory=dict)  # what else the reward function returned
+    reason: str | None = None  # why it could not be scored
+    shaped: float | None = None  # the score after shaping, where there is any
+    reward: float | None = None  # after shaping and KL penalty, summed over its tokens
 
 
 class SampleWriter:
@@ -109,11 +112,13 @@ def _parse_row(record: dict[str, Any]) -> SampleRow | None:
     index, extras = known.get("index"), known.get("extras", {})
     if not isinstance(index, int) or not isinstance(extras, dict):
         return None
-    for name in ("score", "advantage", "response_length"):
+    for name in ("score", "shaped", "reward", "advantage", "response_length"):
         if not isinstance(known.get(name), int | float | None):
             known[name] = None
     for name in ("data_source", "finish_reason"):
         known[name] = str(known.get(name) or "")
+    if not isinstance(known.get("reason"), str | None):
+        known["reason"] = None
     return SampleRow(**known)
 
 
@@ -122,8 +127,9 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
 
     Args:
         batch: columns ``prompt_ids, response_text, uid`` and where present ``index, ground_truth, data_source,
-            finish_reason, reward_extra/*`` (non-tensor), ``response_mask, scored`` (B, R) and (B,) bool,
-            ``token_level_scores, advantages`` (B, R), ``versions`` (B, R) int; ``meta_info["policy_version"]``.
+            finish_reason, reward_reason, reward_extra/*`` (non-tensor), ``response_mask, scored`` (B, R) and (B,)
+            bool, ``token_level_scores, token_level_rewards, advantages`` (B, R), ``shaped_scores`` (B,),
+            ``versions`` (B, R) int; ``meta_info["policy_version"]``.
         split: train or val.
         decode: token ids to text, special tokens included.
     """
@@ -137,7 +143,8 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
         return tensors[name] if tensors is not None and name in tensors.keys() else None  # noqa: SIM118
 
     mask, scores, advantages = (tensor("response_mask"), tensor("token_level_scores"), tensor("advantages"))
-    scored, versions = tensor("scored"), tensor("versions")
+    scored, versions, shaped = tensor("scored"), tensor("versions"), tensor("shaped_scores")
+    rewards = tensor("token_level_rewards")
     policy_version = batch.meta_info.get("policy_version")
     extras = {name.removeprefix(EXTRA_PREFIX): columns[name] for name in columns if name.startswith(EXTRA_PREFIX)}
     rows = []
@@ -153,12 +160,15 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
                 response=str(columns["response_text"][i]),
                 ground_truth=column("ground_truth", None)[i],
                 score=_reduce(scores, i, row_mask, mean=False) if scored is None or bool(scored[i]) else None,
+                shaped=None if shaped is None or not bool(scored[i]) else float(shaped[i]),
+                reward=_reduce(rewards, i, row_mask, mean=False),
                 advantage=_reduce(advantages, i, row_mask, mean=True),
                 data_source=str(column("data_source", "")[i]),
                 finish_reason=str(column("finish_reason", "")[i]),
                 response_length=None if row_mask is None else int(row_mask.sum()),
                 versions=[min(own), max(own)] if own else None if policy_version is None else [int(policy_version)] * 2,
                 extras={name: values[i] for name, values in extras.items()},
+                reason=column("reward_reason", None)[i],
             )
         )
     return rows

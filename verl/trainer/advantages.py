@@ -33,7 +33,7 @@ Metrics = dict[str, Metric]
 def advantage_columns(
     batch: DataProto, config: Config, kl_coef: float, shaper: RewardShaper
 ) -> tuple[DataProto, Metrics]:
-    """``token_level_rewards, advantages, returns`` of a batch that is otherwise processed.
+    """``token_level_rewards, advantages, returns`` (and ``shaped_scores``) of a batch that is otherwise processed.
 
     Shaping makes one number of a response's score and puts it on its last trained token; the KL penalty is then
     taken off token by token.
@@ -43,12 +43,14 @@ def advantage_columns(
         RewardError: a reward that ``algorithm.gdpo_reward_keys`` names and no response got.
     """
     columns, algorithm, metrics = batch.tensors, config.algorithm, Metrics()
+    made: dict[str, Tensor] = {}
     mask, scored = columns["response_mask"], columns["scored"]
     rewards, baselines = columns["token_level_scores"], columns.get("baseline_scores")
     if config.reward.shapes:
         lengths = response_lengths(batch)
         shaped = shaper(outcome_scores(rewards, mask), lengths, scored, baselines, columns.get("baseline_lengths"))
-        rewards, baselines = place_at_last(shaped.scores.float(), mask), shaped.baselines
+        made["shaped_scores"] = shaped.scores.float()
+        rewards, baselines = place_at_last(made["shaped_scores"], mask), shaped.baselines
         metrics |= shaped.metrics
     if baselines is not None:
         metrics["critic/baseline/mean"] = mean_metric(baselines, scored)
@@ -78,7 +80,7 @@ def advantage_columns(
     estimated = estimate(inputs, algorithm)
     _require_finite(estimated.advantages, mask, algorithm.estimator)
     metrics["training/frac_reward_zero_std"] = zero_spread_metric(inputs)
-    made = {"token_level_rewards": rewards, "advantages": estimated.advantages, "returns": estimated.returns}
+    made |= {"token_level_rewards": rewards, "advantages": estimated.advantages, "returns": estimated.returns}
     return DataProto.from_dict(made), metrics
 
 

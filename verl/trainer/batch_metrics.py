@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -16,15 +16,12 @@ from verl.trainer.advantages import cut_rows
 PER_TOKEN = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
-def batch_metrics(batch: DataProto, max_prompt_length: int, rewards: Sequence[str] = ()) -> dict[str, Metric]:
+def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]:
     """Scores and rewards by row, advantages, returns and values by trained token, lengths by row.
 
     ``response_length/clip_ratio`` is the share of responses cut at their limit, ``prompt_length/clip_ratio`` that of
-    prompts that fill theirs (cut or not).
-
-    Args:
-        rewards: names in ``reward.functions``, whose scores are each logged before their weights, over the rows that
-            they scored.
+    prompts that fill theirs (cut or not). Of several rewards each is logged as ``critic/reward/<name>``, before its
+    weight and over the rows that it scored.
     """
     columns = batch.tensors
     mask, scored = columns["response_mask"].bool(), columns["scored"].bool()
@@ -45,11 +42,12 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, rewards: Sequence[st
     }
     if "values" in columns:
         metrics |= spread_metrics("critic/values", columns["values"], mask)
-    for name in rewards:
-        values: Sequence[float | None] = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
+    counts = batch.meta_info.get("metrics", {})
+    for name in (key.split("/")[1] for key in counts if key.endswith("/scored") and key.count("/") == 2):
+        values: Iterable[float | None] = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
         known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         metrics |= spread_metrics(f"critic/reward/{name}", known)
-    for name, count in batch.meta_info.get("metrics", {}).items():
+    for name, count in counts.items():
         metrics[name] = Metric(float(count), 1.0, "sum")
     return metrics
 

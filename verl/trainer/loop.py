@@ -69,8 +69,7 @@ class TrainingLoop:
                 trained = update(batch, roles, now, self.learning_rates(), state.step, timer)
                 with timer("update_weights"):
                     roles.rollout.publish(state.step + 1)
-            described = batch_metrics(batch, config.data.max_prompt_length, list(config.reward.functions))
-            numbers = reduce_metrics(described | found | trained)
+            numbers = reduce_metrics(batch_metrics(batch, config.data.max_prompt_length) | found | trained)
             state.observe(numbers, len(batch))
             numbers |= state.cap.advance()
             self.write_samples("train", [batch])

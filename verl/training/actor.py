@@ -11,15 +11,17 @@ from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.kl import is_full
 from verl.algorithms.loss_inputs import LossInputs
-from verl.algorithms.metric import Metric, max_metric, mean_metric, merge_all, std_metrics
+from verl.algorithms.masking import select
+from verl.algorithms.metric import Metric, max_metric, mean_metric, std_metrics
 from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import ActorConfig
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.models.policy import PolicyModel, model_device
 from verl.protocol import DataProto
-from verl.training.micro_batches import Limits, MicroBatch, column, micro_batches
+from verl.training.micro_batches import Limits, MicroBatch
 from verl.training.optimizer import MasterWeights, Optimizer
+from verl.training.passes import Passes
 
 LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
 OPTIONAL_COLUMNS = ("ref_log_probs", "importance_weights", "draws")
@@ -48,7 +50,8 @@ class Actor:
         reference: PolicyModel | None = None,
     ) -> None:
         self.policy, self.weights = policy, weights
-        self._config, self._limits, self._temperature = config, limits, temperature
+        self._config, self._temperature = config, temperature
+        self._passes = Passes("actor", limits, weights.ranks, config.auto_micro_batch)
         self._correction = correction or RolloutCorrectionConfig()
         self._loss = POLICY_LOSSES["gpg"] if self._correction.reinforce else find_policy_loss(config.policy_loss)
         self._reference = reference if config.use_kl_loss and is_full(config.kl_loss_type) else None
@@ -56,9 +59,8 @@ class Actor:
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """``old_log_probs`` (B, R) float32 under the current weights."""
-        values = column(
-            batch, self._limits, model_device(self.policy), lambda packed: self.policy(packed, self._temperature)[0]
-        )
+        device = model_device(self.policy)
+        values = self._passes.column(batch, device, lambda packed: self.policy(packed, self._temperature)[0])
         return DataProto.from_dict({"old_log_probs": values})
 
     def update(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
@@ -71,20 +73,27 @@ class Actor:
             denominators: of the whole mini-batch on all ranks.
         """
         config = self._config.model_copy(update=mini_batch.meta_info["scheduled"])
-        device = model_device(self.policy)
         columns = (*LOSS_COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in mini_batch.tensors))
         statistics = self._statistics(mini_batch, config)
-        parts: list[dict[str, Metric]] = []
-        self.optimizer.clear()
-        for part in micro_batches(mini_batch, self._limits, device, columns):
+
+        def loss_of(part: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
             inputs, metrics = self._inputs(part, config)
             inputs = replace(inputs, statistics=_of_rows(statistics, part, len(mini_batch)))
             loss, found = actor_loss(self._loss, inputs, config, denominators)
-            self.optimizer.backward(loss)
             if mini_batch.meta_info["fresh_weights"]:
                 metrics |= _engine_difference(inputs)
-            parts.append(metrics | found)
-        return merge_all(parts) | self.optimizer.step(mini_batch.meta_info["learning_rate"])
+            return loss, metrics | found
+
+        rate, device = mini_batch.meta_info["learning_rate"], model_device(self.policy)
+        nothing = self._rows_without_gradient(mini_batch, config)
+        return self._passes.step(self.optimizer, mini_batch, device, columns, loss_of, rate, nothing)
+
+    def _rows_without_gradient(self, mini_batch: DataProto, config: ActorConfig) -> list[int]:
+        """Rows whose loss is 0 under any weights (``actor.skip_zero_loss``)."""
+        if not (config.skip_zero_loss and self._loss.needs_advantage) or config.entropy_coeff or config.use_kl_loss:
+            return []
+        zero = select(mini_batch.tensors["advantages"], mini_batch.tensors["response_mask"].bool()) == 0
+        return zero.all(1).nonzero().flatten().tolist()
 
     def _inputs(self, part: MicroBatch, config: ActorConfig) -> tuple[LossInputs, dict[str, Metric]]:
         """A micro-batch through the model; in bypass mode also corrected, with the metrics of that."""

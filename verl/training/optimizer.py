@@ -12,6 +12,7 @@ from verl.algorithms.metric import Metric
 from verl.config import OptimConfig
 from verl.config.schema_data import Fp16Config
 from verl.errors import CheckpointError, VerlError
+from verl.training.parallel import ALONE, Ranks
 
 
 class LossScale:
@@ -57,6 +58,7 @@ class MasterWeights:
         compute_dtype: what ``cast`` parameters become.
         cast: whether a parameter of this name computes in ``compute_dtype``; None: all do.
         fp16: how the loss is scaled where ``compute_dtype`` is float16.
+        ranks: that hold these weights too, and whose gradients are added up.
 
     Attributes:
         scale: of the loss; None where it needs none.
@@ -68,7 +70,9 @@ class MasterWeights:
         compute_dtype: torch.dtype,
         cast: Callable[[str], bool] | None = None,
         fp16: Fp16Config | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.scale = LossScale(fp16 or Fp16Config()) if compute_dtype == torch.float16 else None
         self.masters: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # (computing parameter, master)
@@ -87,6 +91,18 @@ class MasterWeights:
         """Bring the computing parameters up to date with their masters."""
         for parameter, master in self._copies:
             parameter.copy_(master)
+
+    def reduce_gradients(self) -> dict[str, Tensor]:
+        """The gradient over all ranks, by name; what no rank has a gradient of is left out."""
+        if self.ranks.size > 1:
+            mine = [float(master.grad is not None) for master in self.masters.values()]
+            counts = self.ranks.summed(mine, "which gradients there are")
+            for master, count in zip(self.masters.values(), counts, strict=True):
+                if count and master.grad is None:
+                    master.grad = torch.zeros_like(master)
+        gradients = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        self.ranks.sum_(list(gradients.values()), "the gradients of an optimizer step")
+        return gradients
 
     def clear_gradients(self) -> None:
         for parameter in [*self.masters.values(), *(parameter for parameter, _ in self._copies)]:
@@ -134,6 +150,11 @@ class Optimizer:
         scale = self._weights.scale
         (loss if scale is None else loss * scale.value).backward()
 
+    def spoil(self) -> None:
+        """Make this step's gradient one that is not finite, on all ranks."""
+        master = next(iter(self._weights.masters.values()))
+        master.grad = torch.full_like(master, math.nan)
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> dict[str, Metric]:
         """Apply the gradients that have added up, and clear them.
@@ -144,7 +165,7 @@ class Optimizer:
         Raises:
             VerlError: a gradient that is not finite, and ``on_nonfinite`` is stop.
         """
-        named = {name: m.grad for name, m in self._weights.masters.items() if m.grad is not None}
+        named = self._weights.reduce_gradients()
         scale = self._weights.scale
         unscale = 1.0 if scale is None else 1.0 / scale.value
         squares = self._squares(named, unscale)
@@ -179,11 +200,10 @@ class Optimizer:
 
     def _squares(self, named: dict[str, Tensor], unscale: float) -> dict[str, float]:
         """Squared norms of the gradient by part of the model, in float64 (a tensor's own norm in its dtype)."""
-        squares: dict[str, float] = {}
+        squares = {part_of(name, master.dim()): 0.0 for name, master in self._weights.masters.items()}
         norms = torch.stack(torch._foreach_norm(list(named.values()))).double() if named else torch.zeros(0)
         for (name, gradient), norm in zip(named.items(), (norms * unscale).tolist(), strict=True):
-            part = part_of(name, gradient.dim())
-            squares[part] = squares.get(part, 0.0) + norm * norm
+            squares[part_of(name, gradient.dim())] += norm * norm
         return squares
 
     def clear(self) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from verl.models.packed import PackedBatch
 from verl.models.policy import PolicyModel, model_device
 from verl.protocol import DataProto
-from verl.training.micro_batches import Limits, column
+from verl.training.passes import Passes
 
 
 class Reference:
@@ -16,17 +15,19 @@ class Reference:
 
     Args:
         policy: is frozen here.
-        limits: of one forward.
+        passes: through a batch.
         temperature: of the training sampling, so that reference and actor are compared on the same footing.
     """
 
-    def __init__(self, policy: PolicyModel, limits: Limits, temperature: float) -> None:
+    def __init__(self, policy: PolicyModel, passes: Passes, temperature: float) -> None:
         self.policy = policy.requires_grad_(False)
-        self._limits, self._temperature = limits, temperature
+        self._passes, self._temperature = passes, temperature
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """``ref_log_probs`` (B, R) float32."""
-        values = column(batch, self._limits, self._device, lambda packed: self.policy(packed, self._temperature)[0])
+        values = self._passes.column(
+            batch, model_device(self.policy), lambda packed: self.policy(packed, self._temperature)[0]
+        )
         return DataProto.from_dict({"ref_log_probs": values})
 
     def full_kl(self, batch: DataProto, policy: PolicyModel) -> DataProto:
@@ -35,8 +36,4 @@ class Reference:
         def divergence(packed: PackedBatch) -> Tensor:
             return policy(packed, self._temperature, self.policy)[2]
 
-        return DataProto.from_dict({"full_kl": column(batch, self._limits, self._device, divergence)})
-
-    @property
-    def _device(self) -> torch.device:
-        return model_device(self.policy)
+        return DataProto.from_dict({"full_kl": self._passes.column(batch, model_device(self.policy), divergence)})

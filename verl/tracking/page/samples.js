@@ -24,6 +24,9 @@ function textBox(text, style, needle) {
 function rowFacts(row) {
   const versions = row.versions && (row.versions[0] === row.versions[1] ? `policy ${row.versions[0]}` : `policies ${row.versions[0]}–${row.versions[1]}`);
   return [
+    typeof row.shaped === "number" && `shaped ${figure(row.shaped)}`,
+    typeof row.reward === "number" && `after KL ${figure(row.reward)}`,
+    row.reason,
     row.advantage !== undefined && row.advantage !== null && `advantage ${figure(row.advantage)}`,
     row.response_length !== undefined && row.response_length !== null && plural(row.response_length, "token"),
     row.finish_reason && `ended by ${row.finish_reason}`,

@@ -1,0 +1,150 @@
+"""Training ranks as processes that stay alive over many examples, for laws about what several of them compute."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_cases import Policies, Shape, capture_gradients, load, make_batch
+from torch import Tensor
+
+from verl.algorithms.aggregation import count_denominators
+from verl.algorithms.metric import Metric, merge_all, reduce_metrics
+from verl.config import ActorConfig, CriticConfig
+from verl.protocol import DataProto
+from verl.training.actor import Actor
+from verl.training.critic import Critic
+from verl.training.micro_batches import Limits
+from verl.training.parallel import ALONE, Ranks, join_ranks, leave_ranks
+
+Outcome = tuple[dict[str, Tensor], dict[str, float]]
+TEMPERATURE = 0.7
+FIXED_DIVISOR = 11.0
+
+
+class Member:
+    """One rank: models in float64 and float32, and the steps that tests ask of it."""
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.models: dict[torch.dtype, Policies] = {}
+
+    def policies(self, dtype: torch.dtype, **changes: Any) -> Policies:
+        if dtype not in self.models:
+            self.models[dtype] = load(self.folder, dtype)
+        models = self.models[dtype]
+        ranks = Ranks(self.ranks.rank, self.ranks.size, **changes)
+        models.policy_weights.ranks = models.value_weights.ranks = ranks
+        return models
+
+    def actor(
+        self, batch: DataProto, limits: Limits, config: ActorConfig, dtype: torch.dtype = torch.float64, **changes: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Metric], Tensor]:
+        """Gradient, this rank's metrics, and the log-probs (B, R) before the step."""
+        models = self.policies(dtype, **changes)
+        batch.batch["draws"] = batch.batch["old_log_probs"].mul(1e4).remainder(1.0)  # go with their rows
+        actor = Actor(models.policy, config, limits, TEMPERATURE, models.policy_weights)
+        column = actor.log_probs(batch).tensors["old_log_probs"]
+        gradient = capture_gradients(actor.optimizer, models.policy_weights)
+        metrics = actor.update(batch, count_denominators(batch.batch["response_mask"], FIXED_DIVISOR))
+        return gradient, floats(metrics), column
+
+    def critic(
+        self, batch: DataProto, limits: Limits, mode: str, dtype: torch.dtype = torch.float64, **changes: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Metric], Tensor]:
+        models = self.policies(dtype, **changes)
+        critic = Critic(models.value, CriticConfig(loss_agg_mode=mode), limits, models.value_weights)
+        column = critic.values(batch).tensors["values"]
+        gradient = capture_gradients(critic.optimizer, models.value_weights)
+        metrics = critic.update(batch, count_denominators(batch.batch["response_mask"], FIXED_DIVISOR))
+        return gradient, floats(metrics), column
+
+
+def floats(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    return {name: metric.to_floats() for name, metric in metrics.items()}
+
+
+class Pool:
+    """All ranks of one size."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+
+    def ask(self, call: str, shape: Shape, order: list[int], *arguments: Any, **settings: Any) -> Any:
+        """Outcome of a step of :class:`Member` on a batch, which must be the same on all ranks but for the metrics,
+        and the column that the ranks filled together."""
+        for pipe in self._pipes:
+            pipe.send((call, shape, order, arguments, settings))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        gradient, _, column = answers[0]
+        for other, _, other_column in answers:
+            assert gradient.keys() == other.keys() and all(torch.equal(gradient[n], other[n]) for n in gradient)
+            assert torch.equal(column, other_column)
+        return (gradient, reduce_metrics(merge_all(metrics for _, metrics, _ in answers))), column
+
+    def each(self, call: str, *arguments: Any) -> list[Any]:
+        """Answers of every rank to a call of a function of this module by name."""
+        for pipe in self._pipes:
+            pipe.send((call, None, None, arguments, {}))
+        return [pipe.recv() for pipe in self._pipes]
+
+
+@contextmanager
+def started_pool(folder: Path, size: int, meeting: Path) -> Iterator[Pool]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_pool"])  # torch is imported once for all of them
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(folder, rank, size, str(meeting), theirs, sys.path), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        yield Pool(pipes)
+    finally:
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.kill()
+
+
+def serve(folder: Path, rank: int, size: int, meeting: str, pipe: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, size)
+    join_ranks(ranks, meeting, 60.0, torch.device("cpu"))
+    member = Member(folder, ranks)
+    while (asked := pipe.recv()) is not None:
+        call, shape, order, arguments, settings = asked
+        try:
+            if shape is None:
+                answer = globals()[call](member, *arguments)
+            else:
+                answer = getattr(member, call)(make_batch(shape).select_idxs(order), *arguments, **settings)
+        except Exception as error:
+            answer = error
+        pipe.send(answer)
+    leave_ranks()
+
+
+def one_rank(folder: Path) -> Member:
+    return Member(folder, ALONE)
+
+
+def exit_at_once(member: Member, rank: int) -> str:
+    """One rank ends without a word; what another sees while it waits for it."""
+    if member.ranks.rank == rank:
+        os._exit(9)
+    member.ranks.sum_([torch.zeros(3)], "a test")
+    return "not reached"

@@ -1,0 +1,86 @@
+"""Laws of several training ranks, with gloo processes: what they compute together is what one rank computes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import Member, Outcome, Pool, one_rank, started_pool
+from step_cases import Shape, distance, make_batch
+from test_split_law import MODES, WHOLE, actor_config, shapes
+from torch import Tensor
+
+from verl.algorithms.metric import reduce_metrics
+from verl.config import ActorConfig
+from verl.training.micro_batches import Limits
+
+
+@pytest.fixture(scope="module")
+def pools(small_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pool]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with started_pool(small_dir, 2, folder / "two") as two, started_pool(small_dir, 3, folder / "three") as three:
+        yield {2: two, 3: three}
+
+
+@pytest.fixture(scope="module")
+def alone(small_dir: Path) -> Member:
+    return one_rank(small_dir)
+
+
+def assert_same(expected: Outcome, found: Outcome, tolerance: float) -> None:
+    assert distance(expected[0], found[0]) <= tolerance
+    assert expected[1].keys() == found[1].keys()
+    for name, value in expected[1].items():
+        assert found[1][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+def outcome(answer: tuple[dict[str, Tensor], dict[str, Any], Tensor]) -> tuple[Outcome, Tensor]:
+    return (answer[0], reduce_metrics(answer[1])), answer[2]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Shape, Limits, list[int], dict[str, bool]]:
+    shape = draw(shapes())
+    groups = [group for group, count in enumerate(shape.groups) for _ in range(count)]
+    tokens = [shape.prompt_lengths[group] + length for group, length in zip(groups, shape.responses, strict=True)]
+    rows = draw(st.none() | st.integers(1, len(tokens)))
+    most = draw(st.integers(max(tokens), sum(tokens) + 1)) if rows is None else None
+    order = draw(st.permutations(range(len(tokens))))
+    settings = {"lockstep": draw(st.booleans()), "balance": draw(st.booleans())}
+    return shape, Limits(rows, most, draw(st.booleans())), order, settings
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@settings(max_examples=12)
+@given(case=cases(), mode=st.sampled_from(MODES))
+def test_law_2_ranks(pools: dict[int, Pool], alone: Member, size: int, case: Any, mode: str) -> None:
+    """Gradients, metrics and columns of 2 and 3 ranks are those of one, over lengths, groups, limits, with rows spread
+    by tokens or in order, with and without idle micro-batches."""
+    shape, limits, order, changes = case
+    batch = make_batch(shape)
+    for call, setting in (("actor", actor_config(mode)), ("critic", mode)):
+        whole, column = outcome(getattr(alone, call)(batch, WHOLE, setting))
+        found, together = pools[size].ask(call, shape, order, limits, setting, **changes)
+        assert_same(whole, found, 1e-10)
+        assert torch.allclose(column[order], together, rtol=0, atol=1e-6)  # B114: every row its own
+
+
+SHAPE = Shape(prompt_lengths=[4, 6, 3], groups=[4, 2, 3], responses=[5, 2, 7, 3, 6, 1, 9, 2, 4], seed=4)
+ORDER = list(range(9))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_law_2_ranks_float32_and_statistics_of_all(pools: dict[int, Pool], alone: Member, size: int) -> None:
+    """In float32 too; and a loss that needs statistics of the whole mini-batch gets those of all ranks."""
+    whole, _ = outcome(alone.actor(make_batch(SHAPE), WHOLE, actor_config("token-mean"), torch.float32))
+    limits = Limits(None, 24, True)
+    found, _ = pools[size].ask("actor", SHAPE, ORDER, limits, actor_config("token-mean"), torch.float32)
+    assert_same(whole, found, 1e-4)
+    config = ActorConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.3})
+    whole, _ = outcome(alone.actor(make_batch(SHAPE), WHOLE, config))
+    assert_same(whole, pools[size].ask("actor", SHAPE, ORDER, limits, config)[0], 1e-10)

@@ -1,0 +1,176 @@
+"""``verl reward``: rewards tried before a run depends on them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.cli.arguments import Commands, common, group, positive, seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from verl.rewards.trial import Report
+
+BAR_WIDTH = 40  # characters of the longest bar
+SHOWN = 5  # failures, slowest responses, disagreements
+WIDTH = 200  # characters of a shown response
+
+_EPILOG = """\
+examples:
+  verl reward test my_reward.py --data my.jsonl                          a column "response" of the data
+  verl reward test my_reward.py --data my.parquet --responses out.jsonl  responses in a file of their own
+  verl reward test gsm8k --responses runs/first/samples/step_000010.jsonl
+  verl reward test math --data math.jsonl --template "\\boxed{{truth}}"     each truth, and the next row's in its place
+  verl reward test gsm8k --data my.parquet --responses out.jsonl --compare my_reward.py
+
+WHAT is a Python file with a reward function, or a built-in rule (docs/rewards.md). A line of --responses has "response"
+(text, or a list of texts), and is for the data's row of the same number unless its "row" (or a sample's "uid") says
+which. Without --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
+"""
+
+
+def add(commands: Commands) -> None:
+    reward = group(commands, "reward", "try a reward before a run")
+    test = reward.add_parser(
+        "test",
+        parents=[common()],
+        help="what a reward gives to responses: scores, failures, slow ones, disagreements",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    test.add_argument("what", metavar="WHAT", help="a file of your own, or a rule: gsm8k, math, ..., auto")
+    test.add_argument("--data", metavar="DATA", help="a data file as training takes it")
+    test.add_argument("--responses", metavar="FILE", help="JSON lines with responses, or the samples of a run")
+    test.add_argument("--compare", metavar="OTHER", help="another file or rule; shows where the two disagree")
+    test.add_argument("--name", help="of the function in the file (default compute_score)")
+    test.add_argument("--compare-name", help="of the function in the other file")
+    test.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for WHAT; may be repeated")
+    test.add_argument("--template", default="{truth}", help='how a truth looks as a response: "#### {truth}"')
+    test.add_argument("--limit", type=positive, metavar="ROWS", help="only the first so many rows")
+    test.add_argument("--timeout", type=seconds, metavar="SECONDS", help="for each call (default 60)")
+    test.add_argument("--prompt-key", metavar="COLUMN", help="default: the usual names")
+    test.add_argument("--answer-key", metavar="COLUMN", help="default: the usual names")
+    test.add_argument("--response-key", metavar="COLUMN", help="default: response, completion, output")
+    test.add_argument("--plain", action="store_true", help="no progress bar")
+    test.add_argument("--json", action="store_true", help="the report as JSON, with every score")
+    test.set_defaults(command=_test)
+
+
+def _test(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from verl.cli.progress import progress
+    from verl.data.options import parse_options
+    from verl.rewards.trial import read_tried, reward_config, try_reward
+
+    wanted = [(arguments.what, arguments.name, parse_options(arguments.option))]
+    if arguments.compare:
+        wanted.append((arguments.compare, arguments.compare_name, {}))
+    configs = [reward_config(what, name, kwargs, arguments.timeout) for what, name, kwargs in wanted]
+    tried = read_tried(
+        arguments.data,
+        arguments.responses,
+        arguments.response_key,
+        arguments.template,
+        arguments.limit,
+        arguments.prompt_key,
+        arguments.answer_key,
+    )
+    reports = []
+    for (what, _, _), config in zip(wanted, configs, strict=True):
+        with progress(len(tried), "responses", arguments.plain or arguments.json) as told:
+            reports.append(try_reward(what, config, tried, told))
+    if arguments.json:
+        print(json.dumps(_as_json(reports), indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for report in reports:
+        _print(console, report)
+    if len(reports) == 2:
+        _print_disagreements(console, *reports)
+
+
+def _as_json(reports: Sequence[Report]) -> Any:
+    from verl.rewards.trial import disagreements
+    from verl.run_dir import json_value
+
+    found: dict[str, Any] = {
+        "reports": [report.as_json() | {"scores": [score.value for score in report.scores]} for report in reports]
+    }
+    if len(reports) == 2:
+        both, unequal = disagreements(*reports)
+        places = [{**reports[0].place(i), "scores": [r.scores[i].value for r in reports]} for i in unequal]
+        found["disagreements"] = {"compared": both, "unequal": len(unequal), "where": places}
+    return json_value(found)
+
+
+def _print(console: Console, report: Report) -> None:
+    from verl.rewards.trial import RESPONSES_NEED
+
+    found = report.as_json()
+    say = console.print
+    rate = f", {len(report.scores) / report.seconds:.0f} responses/s" if report.seconds else ""
+    say(f"{report.name}: {found['responses']} responses in {report.seconds:.1f} s{rate}")
+    counts = [f"{found[name]} {name}" for name in ("scored", "none", "invalid", "failed") if found[name]]
+    say(f"  {', '.join(counts)}")
+    if found["score"] is not None:
+        say("  score: mean {mean:.4g}, least {min:.4g}, most {max:.4g}".format(**found["score"]))
+        top = max(part["responses"] for part in found["distribution"])
+        for part in found["distribution"]:
+            name = f"{part['from']:.4g}" + (f" to {part['to']:.4g}" if part["to"] != part["from"] else "")
+            bar = "#" * -(-int(part["responses"]) * BAR_WIDTH // top)
+            say(f"  {name:>20} {part['responses']:>7} {bar}".rstrip())
+    for title, means in (("source", found["by_source"]), ("response", found["by_kind"])):
+        if len(means) > 1:
+            for name, mean in means.items():
+                say(f"  {title} {_short(name, 60)}: mean {'-' if mean is None else f'{mean:.4g}'}")
+    kinds = found["by_kind"]
+    if kinds.get("own truth") == 0 and not kinds.get("another's truth"):
+        say(f"  {RESPONSES_NEED}")
+    _print_failures(console, found)
+    slow = [place for place in found["slowest"] if place["seconds"] >= 0.001]
+    if slow:
+        say("", "slowest", sep="\n")
+        for place in slow:
+            say(f"  {place['seconds']:.3f} s  {_short(place['where'], 80)}: {_short(place['response'], 80)}")
+    say("")
+
+
+def _print_failures(console: Console, found: dict[str, Any]) -> None:
+    if found["failures"]:
+        console.print("", "could not be scored", sep="\n")
+    for failure in found["failures"][:SHOWN]:
+        console.print(f"  {failure['responses']} x {_short(failure['reason'], WIDTH)}")
+        console.print(f"    {_short(failure['where'], 80)}: {_short(failure['response'], 120)}")
+    if len(found["failures"]) > SHOWN:
+        console.print(f"  and {len(found['failures']) - SHOWN} more reasons")
+
+
+def _print_disagreements(console: Console, one: Report, other: Report) -> None:
+    from verl.rewards.trial import disagreements
+
+    both, unequal = disagreements(one, other)
+    share = f" ({len(unequal) / both:.1%})" if both else ""
+    console.print(f"{one.name} and {other.name} give {len(unequal)} of {both} responses unequal scores{share}")
+    for i in unequal[:SHOWN]:
+        place = one.place(i)
+        said = " and ".join(
+            f"{report.scores[i].value:.4g}" + _pred(report.scores[i].extras.get("pred")) for report in (one, other)
+        )
+        console.print(f"  {said}  truth {_short(str(place['ground_truth']), 60)}  {_short(place['where'], 80)}")
+        console.print(f"    {_short(place['response'], WIDTH)}")
+    if len(unequal) > SHOWN:
+        console.print(f"  and {len(unequal) - SHOWN} more (--json lists them)")
+
+
+def _pred(pred: Any) -> str:
+    return "" if pred is None else f" (read {_short(str(pred), 30)})"
+
+
+def _short(text: str, limit: int) -> str:
+    from verl.tracking.console import printable
+
+    return " ".join(printable(text, limit).split())

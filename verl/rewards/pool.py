@@ -1,0 +1,324 @@
+"""A pool of reward worker processes: bounded, each call timed and killed where it does not stop, the lost replaced.
+
+Nothing runs in the background of this process: whoever submits calls also moves the pool on, by waiting for them
+(:meth:`Pool.gather`) or by looking at it now and then (:meth:`Pool.pump`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+
+from verl.errors import RewardError
+from verl.rewards.calls import Call, too_slow
+from verl.rewards.nursery import END_SECONDS, MESSAGE_BYTES
+from verl.rewards.pool_worker import IN_PROCESS, Target
+from verl.rewards.results import Score
+from verl.rewards.rules import IN_POOL
+
+GROW_SECONDS = 0.1  # calls that wait so long get more workers, twice as many
+IDLE_SECONDS = 60.0  # a worker that had nothing to do for so long ends
+START_SECONDS = 120.0  # for a worker to start and import the user's file
+GRACE_SECONDS = 1.0  # async calls are cut off in the worker at their limit, if its event loop still turns
+CHUNK = 64  # most calls given to a worker at once
+LOST_AT_MOST = 3  # workers that may end before they come to a call
+CACHED = 65536  # calls whose scores are remembered
+_START = "import json, sys; a = json.loads(sys.argv[1]); sys.path[:] = a.pop('path'); "
+_START += "from verl.rewards.nursery import main; main(**a)"
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(eq=False)
+class Job:
+    """One call on its way.
+
+    Attributes:
+        together: may share a worker's time with others (async functions).
+        alone: it was one of several in a worker that did not stop: this time there is nobody else to blame.
+        lost: workers that ended before they came to it.
+        scores, error: what came of it; both None: nothing yet.
+    """
+
+    target: Target
+    call: Call
+    together: bool
+    key: bytes
+    alone: bool = False
+    lost: int = 0
+    scores: list[Score] | None = None
+    error: RewardError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.scores is not None or self.error is not None
+
+    @property
+    def responses(self) -> int:
+        return self.call.count or 1
+
+
+@dataclass(eq=False)
+class _Worker:
+    """Attributes: jobs: unanswered, by their number in the message; since: when it was last heard of."""
+
+    number: int
+    connection: Connection
+    jobs: dict[int, Job] = field(default_factory=dict)
+    begun: bool = False
+    since: float = 0.0
+
+    def shares(self, target: Target) -> bool:
+        return any(job.together and not job.alone and job.target == target for job in self.jobs.values())
+
+
+class Pool:
+    """Processes are started with the first call and end with this object, or with the process that holds it.
+
+    Args:
+        most, least: workers; above ``least`` they come and go with the number of waiting calls.
+        limit: seconds for each call of its own time.
+        cached: equal calls of one function for one response are made once, and remembered.
+    """
+
+    def __init__(self, most: int, least: int, limit: float, cached: bool) -> None:
+        self._most, self._least, self._limit, self._cached = most, least, limit, cached
+        self._waiting: deque[Job] = deque()
+        self._open: dict[bytes, Job] = {}  # by key, until they are gathered
+        self._scores: OrderedDict[bytes, list[Score]] = OrderedDict()
+        self._workers: list[_Worker] = []
+        self._control: socket.socket | None = None
+        self._end: weakref.finalize | None = None
+        self._started, self._grown = 0, 0.0
+
+    def submit(self, target: Target, calls: Sequence[Call], together: bool = False) -> list[Job]:
+        """One job a call, in order; equal calls may be one job."""
+        return [self._job(target, call, together) for call in calls]
+
+    def gather(self, jobs: Sequence[Job]) -> list[list[Score]]:
+        """Wait for these; one list of scores a job.
+
+        Raises:
+            RewardError: a function cannot be loaded, its arguments cannot be sent, or it returned what is no list of
+                scores for a batch.
+        """
+        while any(not job.done for job in jobs):
+            self.pump(None)
+        self._open = {key: job for key, job in self._open.items() if not job.done}
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+        return [job.scores or [] for job in jobs]
+
+    def pump(self, seconds: float | None = 0.0) -> None:
+        """Give calls to workers and take results; wait ``seconds`` (None: until there is something to do) for any."""
+        self._assign()
+        timeout = self._until_due() if seconds is None else seconds
+        connections = {worker.connection: worker for worker in self._workers}
+        for ready in wait(list(connections), timeout) if connections else ():
+            self._hear(connections[ready])  # type: ignore[index]
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if worker.jobs and now > self._due(worker):
+                self._tell_nursery("kill", worker.number)
+                self._lost(worker, too_slow(self._limit))
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._end is not None:
+            self._end()
+        for worker in self._workers:
+            worker.connection.close()
+        self._workers, self._control, self._end = [], None, None
+
+    # jobs ----------------------------------------------------------------------------------------------------------
+
+    def _job(self, target: Target, call: Call, together: bool) -> Job:
+        key = _key(target, call) if self._cached and call.count is None else b""
+        if key in self._open:
+            return self._open[key]
+        job = Job(target, call, together, key)
+        if key in self._scores:
+            self._scores.move_to_end(key)
+            job.scores = self._scores[key]
+            return job
+        if key:
+            self._open[key] = job
+        self._waiting.append(job)
+        return job
+
+    def _finish(self, job: Job, scores: list[Score]) -> None:
+        job.scores = scores
+        if job.key and all(score.outcome in ("scored", "none") for score in scores):
+            self._scores[job.key] = scores
+            if len(self._scores) > CACHED:
+                self._scores.popitem(last=False)
+
+    def _take(self) -> list[Job]:
+        """What the next free worker is to do; the fewer calls wait, the smaller, so that workers end together."""
+        first = next((job for job in self._waiting if job.alone or not self._is_shared(job)), None)
+        if first is None:
+            return []
+        chunk = [first]
+        if not first.alone and first.call.count is None:
+            size = len(self._waiting) if first.together else min(CHUNK, len(self._waiting) // (4 * self._most))
+            alike = (job for job in self._waiting if job.target == first.target and not job.alone and job is not first)
+            chunk += [job for job, _ in zip(alike, range(size - 1), strict=False)]
+        taken = set(map(id, chunk))
+        self._waiting = deque(job for job in self._waiting if id(job) not in taken)
+        return chunk
+
+    def _is_shared(self, job: Job) -> bool:
+        """Calls of an async function are in flight together in one worker, no more of them than its limit."""
+        return job.together and any(worker.shares(job.target) for worker in self._workers)
+
+    # workers -------------------------------------------------------------------------------------------------------
+
+    def _assign(self) -> None:
+        while self._waiting:
+            free = next((worker for worker in self._workers if not worker.jobs), None)
+            if free is None and not self._grow():
+                return
+            if free is not None:
+                chunk = self._take()
+                if not chunk:
+                    return
+                self._give(free, chunk)
+
+    def _give(self, worker: _Worker, chunk: list[Job]) -> None:
+        worker.jobs, worker.begun, worker.since = dict(enumerate(chunk)), False, time.monotonic()
+        try:
+            worker.connection.send((chunk[0].target, self._limit, [job.call for job in chunk]))
+        except OSError:
+            self._lost(worker, _ENDED)
+        except Exception as error:
+            worker.jobs = {}
+            for job in chunk:
+                job.error = RewardError("What a row holds cannot be sent to a reward worker.", repr(error), IN_PROCESS)
+
+    def _grow(self) -> bool:
+        """More workers, if calls have waited and there may be more."""
+        room, now = self._most - len(self._workers), time.monotonic()
+        if room <= 0 or (self._workers and now - self._grown < GROW_SECONDS):
+            return False
+        for _ in range(min(room, max(1, len(self._workers)), len(self._waiting))):
+            self._spawn()
+        self._grown = now
+        return True
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            idle = None if len(self._workers) < self._least else IDLE_SECONDS
+            self._tell_nursery("spawn", self._started, idle, [theirs.fileno()])
+        self._workers.append(_Worker(self._started, Connection(ours.detach())))
+        self._started += 1
+
+    def _tell_nursery(self, word: str, number: int, idle: float | None = None, descriptors: Sequence[int] = ()) -> None:
+        message = json.dumps([word, number, idle]).encode().ljust(MESSAGE_BYTES)
+        for _ in range(2):
+            if self._control is None:
+                if word == "kill":  # the nursery is gone, and its workers with it
+                    return
+                self._control, self._end = self._start_nursery()
+            try:
+                socket.send_fds(self._control, [message], descriptors)
+                return
+            except OSError:
+                self._control = None
+        raise RewardError("Reward workers cannot be started.", "their parent ended at once", IN_PROCESS)
+
+    def _start_nursery(self) -> tuple[socket.socket, weakref.finalize]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Imported once, before the workers are forked.
+            modules = {IN_POOL.get(job.target.name) for job in self._waiting if job.target.path is None} - {None}
+            arguments = {"descriptor": theirs.fileno(), "parent": os.getpid(), "modules": list(modules)}
+            nursery = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps({**arguments, "path": sys.path})],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | dict.fromkeys(_THREADS, "1"),
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+        return ours, weakref.finalize(self, _end_nursery, ours, nursery)
+
+    def _hear(self, worker: _Worker) -> None:
+        """Everything that it has said."""
+        try:
+            while worker.connection.poll():
+                answer = worker.connection.recv()
+                worker.since = time.monotonic()
+                if answer[0] == "begun":
+                    worker.begun = True
+                elif answer[0] == "refused":
+                    for job in worker.jobs.values():
+                        job.error = RewardError(*answer[1:])
+                    worker.jobs = {}
+                else:
+                    self._finish(worker.jobs.pop(answer[0]), answer[1])
+        except (EOFError, OSError):
+            self._lost(worker, _ENDED)
+
+    def _lost(self, worker: _Worker, why: Score) -> None:
+        """A worker is gone: the call that it was at has failed, the others are given to another."""
+        worker.connection.close()
+        self._workers.remove(worker)
+        jobs = list(worker.jobs.values())
+        if worker.begun and len(jobs) > 1 and jobs[0].together:
+            for job in jobs:
+                job.alone = True
+        elif worker.begun and jobs:
+            first = jobs.pop(0)
+            self._finish(first, [why] * first.responses)
+        else:
+            for job in jobs:
+                job.lost += 1
+                if job.lost == LOST_AT_MOST:
+                    self._finish(job, [_NEVER_BEGAN] * job.responses)
+        self._waiting.extendleft(job for job in reversed(jobs) if not job.done)
+
+    def _due(self, worker: _Worker) -> float:
+        """When a worker that says nothing more is given up."""
+        if not worker.begun:
+            return worker.since + START_SECONDS
+        grace = any(job.together for job in worker.jobs.values())
+        return worker.since + self._limit + GRACE_SECONDS * grace
+
+    def _until_due(self) -> float:
+        now = time.monotonic()
+        dues = [self._due(worker) - now for worker in self._workers if worker.jobs]
+        if self._waiting and len(self._workers) < self._most:
+            dues.append(GROW_SECONDS)
+        return max(0.0, min(dues)) + 0.001 if dues else 0.0
+
+
+def _key(target: Target, call: Call) -> bytes:
+    """The same for equal arguments; empty where they are nothing that JSON tells apart."""
+    try:
+        told = json.dumps([target, call.arguments], sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return b""
+    return hashlib.blake2b(told.encode(), digest_size=16).digest()
+
+
+_ENDED = Score(None, "failed", reason="its reward worker ended in the middle of it (killed, out of memory, os._exit)")
+_NEVER_BEGAN = Score(None, "failed", reason=f"{LOST_AT_MOST} reward workers ended before they could begin with it")
+
+
+def _end_nursery(control: socket.socket, nursery: subprocess.Popen[bytes]) -> None:
+    control.close()
+    try:
+        nursery.wait(END_SECONDS + GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        nursery.kill()
+        nursery.wait()

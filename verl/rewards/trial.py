@@ -1,0 +1,320 @@
+"""A reward tried before a run: on given responses, or on ground truths put in their place."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from verl.config import DataConfig, RewardConfig
+from verl.config.names import did_you_mean
+from verl.data.files import expand_files
+from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, PromptRow, prompt_row
+from verl.data.tables import open_tables
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.rewards.results import Outcome, Score
+from verl.rewards.rules import RULES
+from verl.rewards.scorer import RuleScorer
+
+RESPONSE_COLUMNS = ("response", "responses", "completion", "completions", "output", "outputs")
+AT_ONCE = 256  # responses
+MOST_IDS = 4096  # characters of a response that stand for its token ids
+SHOWN = 5  # of failures, slowest and disagreements
+BINS = 10
+RESPONSES_NEED = "no ground truth alone is a right response to this reward: give responses, or --template"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A response and its row; ``kind``: ``given``, or ``own truth`` or ``another's truth`` that stands in for one."""
+
+    row: PromptRow
+    response: str
+    kind: str = "given"
+
+
+@dataclass
+class Report:
+    """What one reward said of all responses, in their order."""
+
+    name: str
+    tried: Sequence[Tried]
+    scores: list[Score] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures, and places of what failed and of what was slow."""
+        values = [score.value for score in self.scores if score.value is not None]
+        counts = Counter(score.outcome for score in self.scores)
+        slowest = sorted(range(len(self.scores)), key=lambda i: -self.scores[i].seconds)[:SHOWN]
+        return {
+            "reward": self.name,
+            "responses": len(self.tried),
+            **{outcome: counts[outcome] for outcome in get_args(Outcome)},
+            "score": {"mean": sum(values) / len(values), "min": min(values), "max": max(values)} if values else None,
+            "distribution": distribution(values),
+            "by_source": self._means(lambda tried: tried.row.data_source),
+            "by_kind": self._means(lambda tried: tried.kind),
+            "failures": self._failures(),
+            "slowest": [{"seconds": self.scores[i].seconds, **self.place(i)} for i in slowest],
+            "seconds": self.seconds,
+        }
+
+    def place(self, i: int) -> dict[str, Any]:
+        row = self.tried[i].row
+        return {"where": row.location, "ground_truth": row.ground_truth, "response": self.tried[i].response}
+
+    def _means(self, group: Callable[[Tried], str]) -> dict[str, float | None]:
+        values: dict[str, list[float]] = {}
+        for tried, score in zip(self.tried, self.scores, strict=True):
+            values.setdefault(group(tried), []).extend([] if score.value is None else [score.value])
+        return {name: sum(own) / len(own) if own else None for name, own in values.items()}
+
+    def _failures(self) -> list[dict[str, Any]]:
+        """By reason, the most frequent first, each with its first response."""
+        places: dict[str, list[int]] = {}
+        for i, score in enumerate(self.scores):
+            if score.reason is not None:
+                places.setdefault(score.reason, []).append(i)
+        ordered = sorted(places.items(), key=lambda item: -len(item[1]))
+        return [{"reason": reason, "responses": len(own), **self.place(own[0])} for reason, own in ordered]
+
+
+def reward_config(
+    what: str, name: str | None = None, kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
+) -> RewardConfig:
+    """The section ``reward`` for a rule's name, or a Python file (whatever looks like one)."""
+    settings: dict[str, Any] = {"reward_kwargs": dict(kwargs or {}), "max_failed_fraction": 1.0, "cache": False}
+    if what in RULES or what == "auto" or not (what.endswith(".py") or "/" in what or Path(what).exists()):
+        settings["rule"] = what
+    else:
+        settings["custom_reward_function"] = {"path": what} | ({"name": name} if name else {})
+    return RewardConfig(**settings | ({"timeout": timeout} if timeout else {}))
+
+
+def try_reward(name: str, config: RewardConfig, tried: Sequence[Tried], told: Callable[[int], None]) -> Report:
+    """Score everything; ``told`` gets the number of responses done.
+
+    Raises:
+        RewardError: as the scorer, except that any share may fail.
+    """
+    scorer, report = RuleScorer(config, _characters), Report(name, tried)
+    try:
+        scorer.check_rows([one.row for one in tried])
+        start = time.perf_counter()
+        for first in range(0, len(tried), AT_ONCE):
+            part = tried[first : first + AT_ONCE]
+            report.scores += scorer.judge(batch_of(part))
+            told(first + len(part))
+        report.seconds = time.perf_counter() - start
+    finally:
+        scorer.close()
+    return report
+
+
+def disagreements(one: Report, other: Report) -> tuple[int, list[int]]:
+    """Responses that both scored, and those of them with unequal scores, the most unequal first."""
+    pairs = [(a.value, b.value) for a, b in zip(one.scores, other.scores, strict=True)]
+    gaps = {i: abs(a - b) for i, (a, b) in enumerate(pairs) if a is not None and b is not None}
+    return len(gaps), sorted((i for i, gap in gaps.items() if gap > 0), key=lambda i: (-gaps[i], i))
+
+
+def distribution(values: Sequence[float]) -> list[dict[str, float]]:
+    """``{"from", "to", "responses"}`` of each value where there are few, else of ten equal parts of the range."""
+    counts = Counter(values)
+    if len(counts) <= BINS:
+        return [{"from": value, "to": value, "responses": counts[value]} for value in sorted(counts)]
+    least, width = min(values), (max(values) - min(values)) / BINS
+    bins = Counter(min(BINS - 1, int((value - least) / width)) for value in values)
+    return [{"from": least + i * width, "to": least + (i + 1) * width, "responses": bins[i]} for i in range(BINS)]
+
+
+def batch_of(tried: Sequence[Tried]) -> DataProto:
+    """As after rollout, but for the token ids: there is no tokenizer, and characters take their place."""
+    texts = [one.response for one in tried]
+    ids = [list(map(ord, text[:MOST_IDS])) or [0] for text in texts]
+    width = max(map(len, ids))
+    lengths = torch.tensor([len(row) for row in ids])
+    mask = torch.arange(width) < lengths[:, None]
+    rows = [one.row for one in tried]
+    return DataProto.from_dict(
+        tensors={
+            "responses": torch.tensor([row + [0] * (width - len(row)) for row in ids]),
+            "response_mask": mask,
+            "attention_mask": mask.long(),
+        },
+        non_tensors={
+            "response_text": texts,
+            "data_source": [row.data_source for row in rows],
+            "ground_truth": [row.ground_truth for row in rows],
+            "extra_info": [row.extra_info for row in rows],
+            "columns": [row.columns for row in rows],
+            "raw_prompt": [row.prompt for row in rows],
+            "prompt_ids": [list(map(ord, prompt_text(row))) for row in rows],
+        },
+    )
+
+
+def prompt_text(row: PromptRow) -> str:
+    """Without a chat template: the contents of the messages."""
+    if isinstance(row.prompt, str):
+        return row.prompt
+    return "\n".join(str(message["content"]) for message in row.prompt)
+
+
+def _characters(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+# --- what is tried -------------------------------------------------------------------------------------------------
+
+
+def read_tried(
+    data: str | None,
+    responses: str | None = None,
+    response_key: str | None = None,
+    template: str = "{truth}",
+    limit: int | None = None,
+    prompt_key: str | None = None,
+    answer_key: str | None = None,
+) -> list[Tried]:
+    """The responses to try, each with its row.
+
+    Args:
+        data: a data file as training takes it; None: the lines of ``responses`` say what they answer.
+        responses: JSON lines with a response (or a list of them) each, for the data's rows in their order or for the
+            row that their ``row`` or a sample's ``uid`` names; or the samples of a run. None: a column of the data
+            holds them, or else each row's own ground truth and the next row's stand in for a response.
+        template: what is made of such a ground truth.
+
+    Raises:
+        DataError: a file or a column that is not there, rows that cannot be used, lines that do not fit the data.
+    """
+    if data is None:
+        if responses is None:
+            raise DataError("There is nothing to try the reward on.", None, "give --data, --responses or both")
+        held = [(record, record.get("ground_truth"), where) for record, where in _records(responses)]
+        found = [
+            Tried(_row_of(record, truth, where, number), text)
+            for number, (record, truth, where) in enumerate(held)
+            for text in _texts(record, response_key, where)
+        ]
+        return found[:limit]
+    rows, held_responses = _rows(data, prompt_key, answer_key, response_key, limit)
+    if responses is not None:
+        return _matched(rows, responses, response_key)
+    if held_responses:
+        return [Tried(row, text) for row, texts in zip(rows, held_responses, strict=True) for text in texts]
+    if "{truth}" not in template:
+        raise DataError("--template has no place for the ground truth.", template, "write it as {truth}")
+    texts = [template.replace("{truth}", str(row.ground_truth)) for row in rows]
+    own = [Tried(row, text, "own truth") for row, text in zip(rows, texts, strict=True)]
+    others = zip(rows, texts, texts[1:] + texts[:1], strict=True)
+    return own + [Tried(row, other, "another's truth") for row, text, other in others if other != text]
+
+
+def _rows(
+    data: str, prompt_key: str | None, answer_key: str | None, response_key: str | None, limit: int | None
+) -> tuple[list[PromptRow], list[list[str]]]:
+    tables = open_tables(expand_files([data], "--data"))
+    columns = list(dict.fromkeys(name for table in tables for name in table.columns))
+    for name, option in ((prompt_key, "--prompt-key"), (answer_key, "--answer-key")):
+        if name is not None and name not in columns:
+            raise _no_column(option, name, columns)
+    key = prompt_key or next((name for name in PROMPT_COLUMNS if name in columns), "prompt")
+    has_truth = answer_key or "reward_model" in columns or any(name in columns for name in TRUTH_COLUMNS)
+    config = DataConfig(train_files=["-"], prompt_key=key, answer_key=answer_key if has_truth else key)
+    response = response_key or next((name for name in RESPONSE_COLUMNS if name in columns), None)
+    rows: list[PromptRow] = []
+    texts: list[list[str]] = []
+    index = 0
+    for table in tables:
+        for start in range(0, len(table), 1024):
+            for record in table.read(start, start + 1024):
+                row = prompt_row(record, table.columns, config, index, index)
+                index += 1
+                if isinstance(row, PromptRow) and len(rows) != limit:
+                    rows.append(row)
+                    if response is not None and response in columns:
+                        texts.append(_texts(record.values, response, str(record)))
+    if not rows:
+        raise DataError("No row of the data can be used.", data, f"verl data inspect {data} says why")
+    return rows, texts
+
+
+def _matched(rows: list[PromptRow], responses: str, response_key: str | None) -> list[Tried]:
+    by_index = {row.row_index: row for row in rows}
+    records, found = _records(responses), []
+    numbers = [_row_number(record) for record, _ in records]
+    if all(number is None for number in numbers):
+        if len(records) != len(rows):
+            raise DataError(
+                f"There are {len(records)} lines of responses for {len(rows)} rows of data.",
+                responses,
+                'give one line for each row that can be used, or name the row in each line: {"row": 0, ...}',
+            )
+        numbers = [row.row_index for row in rows]
+    for (record, where), number in zip(records, numbers, strict=True):
+        row = by_index.get(number if number is not None else -1)
+        if row is None:
+            raise DataError(
+                "A line of responses names no row of the data.", f"{where}: row {number}", "rows count from 0"
+            )
+        found += [Tried(row, text) for text in _texts(record, response_key, where)]
+    return found
+
+
+def _row_number(record: Mapping[str, Any]) -> int | None:
+    """``row``, or the last part of a sample's ``uid``."""
+    row, uid = record.get("row"), record.get("uid")
+    if isinstance(row, int):
+        return row
+    last = uid.rpartition(":")[2] if isinstance(uid, str) else ""
+    return int(last) if last.isdigit() else None
+
+
+def _row_of(record: Mapping[str, Any], truth: Any, where: str, number: int) -> PromptRow:
+    if truth is None:
+        raise DataError("A line of responses has no ground_truth.", where, "add it, or name the data with --data")
+    extra = record.get("extra_info")
+    source = str(record.get("data_source") or "unknown")
+    return PromptRow(
+        record.get("prompt") or "", source, truth, extra if isinstance(extra, dict) else {}, number, location=where
+    )
+
+
+def _records(path: str) -> list[tuple[dict[str, Any], str]]:
+    tables = open_tables(expand_files([path], "--responses"))
+    return [
+        (record.values, str(record))
+        for table in tables
+        for start in range(0, len(table), 1024)
+        for record in table.read(start, start + 1024)
+        if not record.problem
+    ]
+
+
+def _texts(record: Mapping[str, Any], key: str | None, where: str) -> list[str]:
+    names = [key] if key is not None else RESPONSE_COLUMNS
+    name = next((name for name in names if record.get(name) is not None), None)
+    if name is None:
+        if key is not None:
+            raise _no_column("--response-key", key, list(record))
+        fix = f"columns: {', '.join(record)}; name it with --response-key"
+        raise DataError("There is no response.", where, fix)
+    value = record[name]
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError("A response is no text.", f"{where}: {value!r}"[:200], "give text, or a list of texts")
+    return texts
+
+
+def _no_column(option: str, name: str, columns: Sequence[str]) -> DataError:
+    fix = f"{did_you_mean(name, columns)}columns: {', '.join(columns)}"
+    return DataError(f"{option} names a column that is not there.", name, fix)
