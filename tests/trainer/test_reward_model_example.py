@@ -21,12 +21,12 @@ def test_the_example(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.M
     common = [f"model.path={model}", "trainer.device=cpu", "cluster.threads=2"]
     for split, name in (("train", "cheerful_pairs"), ("val", "cheerful_pairs_val")):
         asked = [f"{example}/{split}.jsonl", "--model", model, "--reward", f"{example}/rule.py", "-n", "4"]
-        limits = ["--max-response-length", "40", "--limit", "30"]
+        limits = ["--max-response-length", "24", "--limit", "20"]
         assert main(["data", "preferences", *asked, *limits, "--out", f"data/{name}.jsonl"]) == 0
     assert main(["reward-model", "train", f"{example}/reward_model.yaml", *common, "optim.lr=3e-3"]) == 0
     judged = read_metrics(RunDir("runs/cheerful-judge"))[0]
     assert judged[-1]["train/loss"] < judged[1]["train/loss"]
-    short = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.val_before_train=false"]
+    short = ["trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.val_before_train=false"]
     assert main(["train", f"{example}/ppo.yaml", *common, *short, "cluster.backend=inline"]) == 0
     steps = read_metrics(RunDir("runs/cheerful-ppo"))[0]
     assert steps[-1]["reward/scored"] == 32 and steps[-1]["critic/vf_loss"] > 0

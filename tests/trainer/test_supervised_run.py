@@ -149,6 +149,15 @@ def test_the_export_is_the_trained_model(files: Path, sft_run: tuple[Path, str],
     assert total / count == pytest.approx(computed(run)[-1]["val/loss"], abs=0.03)  # the run computes in bfloat16
 
 
+def test_a_run_is_evaluated(
+    files: Path, sft_run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--prompt-key", "question", "--answer-key", "answer", "--rule", "exact_match", "--limit", "2", "--plain"]
+    out = ["--max-response-length", "4", "--out", str(tmp_path / "out")]
+    assert main(["eval", str(sft_run[0]), str(files / "sums.jsonl"), *words, *out]) == 0
+    assert "2 prompts x 1" in capsys.readouterr().out
+
+
 def test_rl_goes_on_from_a_run(sft_run: tuple[Path, str], tmp_path: Path, tiny_model_dir: Path) -> None:
     """``model.path`` may be a run: its newest checkpoint, which a resumed run must find again."""
     run, _ = sft_run

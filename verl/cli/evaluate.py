@@ -148,6 +148,8 @@ def evaluation_config(arguments: argparse.Namespace, model: ModelSource | None) 
         ConfigError: any of it does not fit.
     """
     from verl.config import build_config, load_config
+    from verl.config.schema_supervised import schema_of
+    from verl.tracking.report_config import read_config
 
     extra, words = settings(arguments.words)
     if extra is not None:
@@ -157,6 +159,8 @@ def evaluation_config(arguments: argparse.Namespace, model: ModelSource | None) 
         if option is not None:
             raise ConfigError("this setting is an argument of verl eval", word, f"give {option} instead")
     run = model.run.config if model is not None and model.run is not None and model.run.config.exists() else None
+    if model is not None and model.run is not None and schema_of(read_config(model.run)[1] or {}) is not None:
+        run = None  # supervised training says nothing about sampling and rewards
     needed = [] if run else ["model.path=-", "data.train_files=-"]  # replaced below
     tree = load_config(run, [*needed, *words]).config.model_dump(mode="json")
     tree["rollout"]["val_kwargs"] |= {"n": arguments.n, "do_sample": None, **sampling_choices(arguments)}
