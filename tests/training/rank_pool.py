@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from step_cases import Policies, Shape, capture_gradients, load, make_batch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric, merge_all, reduce_metrics
 from verl.config import ActorConfig, CriticConfig
+from verl.errors import VerlError
 from verl.protocol import DataProto
 from verl.training.actor import Actor
 from verl.training.critic import Critic
@@ -94,15 +97,25 @@ class Pool:
 
     def each(self, call: str, *arguments: Any) -> list[Any]:
         """Answers of every rank to a call of a function of this module by name."""
+        self.send(call, *arguments)
+        return [pipe.recv() for pipe in self._pipes]
+
+    def send(self, call: str, *arguments: Any) -> None:
         for pipe in self._pipes:
             pipe.send((call, None, None, arguments, {}))
-        return [pipe.recv() for pipe in self._pipes]
+
+    def receive(self, rank: int, seconds: float) -> Any:
+        assert self._pipes[rank].poll(seconds), f"no answer of rank {rank} within {seconds} s"
+        return self._pipes[rank].recv()
 
 
 @contextmanager
 def started_pool(folder: Path, size: int, meeting: Path) -> Iterator[Pool]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rank_pool"])  # torch is imported once for all of them
+    with pytest.MonkeyPatch.context() as patched:  # Python 3.11's server looks for it in its own path alone
+        patched.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        multiprocessing.forkserver.ensure_running()
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
@@ -114,7 +127,8 @@ def started_pool(folder: Path, size: int, meeting: Path) -> Iterator[Pool]:
         yield Pool(pipes)
     finally:
         for pipe in pipes:
-            pipe.send(None)
+            with suppress(OSError):  # of a rank that has ended
+                pipe.send(None)
         for process in processes:
             process.kill()
 
@@ -148,3 +162,14 @@ def exit_at_once(member: Member, rank: int) -> str:
         os._exit(9)
     member.ranks.sum_([torch.zeros(3)], "a test")
     return "not reached"
+
+
+def compare(member: Member, change: int) -> str:
+    """What comparing weights says when the last rank's are changed by so much in one number."""
+    weights = {"w": torch.arange(5.0)}
+    weights["w"][3] += change * (member.ranks.rank == member.ranks.size - 1)
+    try:
+        member.ranks.require_same(weights, "the weights")
+    except VerlError as error:
+        return error.what
+    return "same"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.algorithms.metric import reduce_metrics
 from verl.config import ActorConfig
+from verl.errors import RanksLostError
 from verl.training.micro_batches import Limits
 
 
@@ -84,3 +85,17 @@ def test_law_2_ranks_float32_and_statistics_of_all(pools: dict[int, Pool], alone
     config = ActorConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.3})
     whole, _ = outcome(alone.actor(make_batch(SHAPE), WHOLE, config))
     assert_same(whole, pools[size].ask("actor", SHAPE, ORDER, limits, config)[0], 1e-10)
+
+
+def test_ranks_that_differ_are_found(pools: dict[int, Pool]) -> None:
+    same, different = pools[3].each("compare", 0), pools[3].each("compare", 1)
+    assert same == ["same"] * 3
+    assert len(set(different)) == 1 and different[0].startswith("the weights differ between training ranks")
+
+
+def test_a_rank_that_ends_is_noticed_at_once(small_dir: Path, tmp_path: Path) -> None:
+    """Not after the time limit of an exchange, and with the name of what was waited for."""
+    with started_pool(small_dir, 2, tmp_path / "two") as pool:
+        pool.send("exit_at_once", 1)
+        answer = pool.receive(0, seconds=20.0)
+    assert isinstance(answer, RanksLostError) and answer.what == "training rank 0 waited in vain for the others: a test"
