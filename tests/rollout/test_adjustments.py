@@ -81,7 +81,7 @@ def test_transformers_processors_do_the_same(temperature: float) -> None:
         raw = torch.randn(1, 900, generator=generator) * 2  # wide enough that not all tokens are put in order
         prompt, ids = (torch.randint(0, 900, (30,), generator=generator).tolist() for _ in "ab")
         penalty, least = 0.5 + 0.1 * trial, 25 + trial
-        top_k, top_p, min_p = (-1, 50)[trial % 2], (0.8, 1.0, 0.3)[trial % 3], (0.05, 0.0, 0.4, 0.001)[trial % 4]
+        top_k, top_p, min_p = (-1, 50, 400, 300)[trial % 4], (0.8, 1.0, 0.3)[trial % 3], (0.05, 0.0, 0.001)[trial % 3]
         so_far = torch.tensor([prompt + ids])
         theirs = RepetitionPenaltyLogitsProcessor(penalty)(so_far, raw.clone())
         theirs = MinNewTokensLengthLogitsProcessor(len(prompt), least, [0, 6])(so_far, theirs) / temperature
