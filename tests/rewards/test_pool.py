@@ -281,22 +281,22 @@ def test_what_cannot_be_sent_is_refused_with_the_way_out(scorer_of):
         scores(scorer_of(), ["1"], extras=[{"f": lambda: 1}])
 
 
-def test_b119_b136_scores_from_any_thread_and_loop_after_torch_and_threads(tmp_path):
-    config = RewardConfig(rule="reasoning_gym", num_workers=2)
-    extras = [{"task": "chain_sum", "metadata": "{}", "answer": "4"}]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_b119_b136_one_third_is_right_from_any_thread_and_loop_fifty_times(workers):
+    scorer = RuleScorer(RewardConfig(rule="math", num_workers=workers, cache=False))
     found = []
 
     def score() -> None:
-        scorer = RuleScorer(config)
-        found.append(scores(scorer, ["<answer>4</answer>"], extras=extras))
-        scorer.close()
+        found.extend(scores(scorer, [r"\boxed{\frac{1}{3}}", r"\boxed{(x+1)^2}"], truths=["1/3", "x^2 + 2x + 1"]))
 
     async def in_a_loop() -> None:
         score()
 
-    score()
+    for _ in range(50):
+        score()
     thread = threading.Thread(target=score)
     thread.start()
     thread.join()
     asyncio.run(in_a_loop())
-    assert found == [[1.0]] * 3
+    scorer.close()
+    assert found == [1.0] * 104
