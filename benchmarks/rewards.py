@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,12 @@ from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
 
 SOLUTION = "Let me think. 16 - 3 - 4 = 9 eggs a day, which sell for 9 * 2 = $18.\n" * 5
-ANSWERS = [r"\frac{1}{2}", "0.5", r"x^2 + 2x + 1", r"(x+1)^2", r"2\sqrt{2}", r"\sqrt{8}", "(0, 1]", r"12\text{ cm}"]
+# Ground truths and answers with one number in them: half are the same, said in another way, half are not.
+PAIRS = [
+    (r"\frac{%d}{2}", "%d/2"), (r"\frac{%d}{2}", "%d/3"), ("%d.5", "%d.50"), ("%d", "-%d"), (r"%d\text{ cm}", "%d"),
+    ("(0, %d]", "(0,%d]"), ("(0, %d]", "[0,%d]"), (r"%d\sqrt{8}", r"2\cdot %d\sqrt{2}"), (r"%d\sqrt{2}", r"%d\sqrt{3}"),
+    ("x^2 + 2x + %d", "(x+1)^2 - 1 + %d"), ("x^2 + %d", "x^2 - %d"), (r"\frac{%d\pi}{2}", r"%d\pi/2"),
+]  # fmt: skip
 FUNCTION = "def compute_score(data_source, solution_str, ground_truth): return float(ground_truth in solution_str)\n"
 
 
@@ -28,18 +33,28 @@ def batch_of(texts: Sequence[str], truths: Sequence[str]) -> DataProto:
     return DataProto.from_dict({"response_mask": torch.ones(rows, 8, dtype=torch.bool)}, columns)
 
 
-def speed(config: RewardConfig, texts: Sequence[str], truths: Sequence[str], seconds: float) -> float:
-    """Responses a second; every response is another, so that none is remembered."""
-    scorer, done, number = RuleScorer(config), 0, 0
-    scorer.score(batch_of(texts[:8], truths[:8]))  # what is loaded once
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        number += 1
-        scorer.score(batch_of([f"{number} {text}" for text in texts], truths))
-        done += len(texts)
-    rate = done / (time.perf_counter() - start)
+def speed(config: RewardConfig, make: Callable[[int], tuple[str, str]], rows: int, seconds: float) -> float:
+    """Responses a second; ``make`` gives the response and ground truth of a number, and no number comes twice."""
+    scorer, done = RuleScorer(config), 0
+    scorer.score(batch_of(*zip(*map(make, range(12)), strict=True)))  # what is loaded once
+    spent = 0.0
+    while spent < seconds:
+        batch = batch_of(*zip(*map(make, range(12 + done, 12 + done + rows)), strict=True))
+        start = time.perf_counter()
+        scorer.score(batch)
+        spent += time.perf_counter() - start
+        done += rows
     scorer.close()
-    return rate
+    return done / spent
+
+
+def sums(number: int) -> tuple[str, str]:
+    return f"{SOLUTION}#### {number}", str(number)
+
+
+def boxes(number: int) -> tuple[str, str]:
+    truth, answer = PAIRS[number % len(PAIRS)]
+    return f"so \\boxed{{{answer % (number + 2)}}}", truth % (number + 2)
 
 
 def main() -> None:
@@ -47,18 +62,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
     seconds = parser.parse_args().seconds
     torch.set_num_threads(1)
-    sums = [f"{SOLUTION}#### {i}" for i in range(1024)]
-    numbers = [str(i) for i in range(1024)]
-    print(f"gsm8k rule, one core: {speed(RewardConfig(rule='gsm8k'), sums, numbers, seconds):.0f} responses/s")
-    boxes = [f"{i} so \\boxed{{{answer}}}" for i in range(32) for answer in ANSWERS]
-    truths = [ANSWERS[(i + i // 8) % 8] for i in range(len(boxes))]  # every answer with every truth
+    print(f"gsm8k rule, one core: {speed(RewardConfig(rule='gsm8k'), sums, 1024, seconds):.0f} responses/s")
     alone = RewardConfig(rule="math", num_workers=0)
-    print(f"math rule, one core: {speed(alone, boxes, truths, seconds):.0f} responses/s")
+    print(f"math rule, one core: {speed(alone, boxes, 48, seconds):.0f} responses/s")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reward.py"
         path.write_text(FUNCTION)
         custom = RewardConfig(custom_reward_function={"path": str(path)})
-        print(f"a function of a file, in workers: {speed(custom, sums, numbers, seconds):.0f} responses/s")
+        print(f"a function of a file, in workers: {speed(custom, sums, 1024, seconds):.0f} responses/s")
 
 
 if __name__ == "__main__":

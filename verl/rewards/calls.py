@@ -15,6 +15,7 @@ from verl.rewards.results import Score, check_batch, check_result
 from verl.user_code import describe
 
 ASYNC_LIMIT = 64  # async calls in flight at once
+NOTICEABLE = 0.001  # seconds; noting that a call took less would take as long as a quick call
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,10 @@ async def _gather(callee: Callee, calls: Sequence[Call], tell: Tell, limit: floa
 
 
 def _timed(scores: list[Score], start: float) -> list[Score]:
-    seconds = (time.perf_counter() - start) / len(scores)
-    return [replace(score, seconds=seconds) for score in scores]
+    seconds = time.perf_counter() - start
+    if seconds < NOTICEABLE:
+        return scores
+    return [replace(score, seconds=seconds / len(scores)) for score in scores]
 
 
 def too_slow(limit: float) -> Score:
@@ -108,10 +111,13 @@ def too_slow(limit: float) -> Score:
 def _finished(result: Any) -> Any:
     """The result, awaited where it must be: an async function, or one that returns what another has to await."""
 
+    if isinstance(result, dict) or not inspect.isawaitable(result):
+        return result
+
     async def awaited() -> Any:
         return await result
 
-    return _run_coroutine(awaited()) if inspect.isawaitable(result) else result
+    return _run_coroutine(awaited())
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -76,8 +76,10 @@ class RuleReward:
         scores: dict[int, Score] = {}
         for rule, own in places.items():
             options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
-            given = [{"response_text": told[i][0], "ground_truth": told[i][2], "extra_info": told[i][3]} for i in own]
-            made = [calls.Call({**arguments, **options}) for arguments in given]
+            made = [
+                calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra, **options})
+                for text, _, truth, extra in (told[i] for i in own)
+            ]
             pool = self._pool if rule.__name__ in IN_POOL else None
             found = _answers(pool, Target(rule.__name__), calls.Callee(rule, rule.__name__), made)
             scores.update(zip(own, found, strict=True))

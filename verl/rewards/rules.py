@@ -70,7 +70,12 @@ def _graded(score: float, answer: Any) -> dict[str, Any]:
 
 
 def _truth_number(ground_truth: Any) -> Fraction:
-    truth = whole_number(str(ground_truth).rpartition("####")[2])
+    return _number_of_truth(str(ground_truth))
+
+
+@lru_cache(maxsize=4096)
+def _number_of_truth(ground_truth: str) -> Fraction:
+    truth = whole_number(ground_truth.rpartition("####")[2])
     if truth is None:
         raise RewardError("The ground truth is not a number.", ground_truth, "correct the row, or choose another rule")
     return truth
