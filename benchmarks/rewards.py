@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
 
 SOLUTION = "Let me think. 16 - 3 - 4 = 9 eggs a day, which sell for 9 * 2 = $18.\n" * 5
-# Ground truths and answers with one number in them: half are the same, said in another way, half are not.
+# Ground truths and answers with a number in them.
 PAIRS = [
     (r"\frac{%d}{2}", "%d/2"), (r"\frac{%d}{2}", "%d/3"), ("%d.5", "%d.50"), ("%d", "-%d"), (r"%d\text{ cm}", "%d"),
     ("(0, %d]", "(0,%d]"), ("(0, %d]", "[0,%d]"), (r"%d\sqrt{8}", r"2\cdot %d\sqrt{2}"), (r"%d\sqrt{2}", r"%d\sqrt{3}"),
@@ -53,8 +53,10 @@ def sums(number: int) -> tuple[str, str]:
 
 
 def boxes(number: int) -> tuple[str, str]:
-    truth, answer = PAIRS[number % len(PAIRS)]
-    return f"so \\boxed{{{answer % (number + 2)}}}", truth % (number + 2)
+    """Eight responses to a prompt, each with another answer."""
+    group = number // 8
+    truth, answer = PAIRS[group % len(PAIRS)]
+    return f"so \\boxed{{{answer % (group + 2 + number % 8)}}}", truth % (group + 2)
 
 
 def main() -> None:
@@ -64,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"gsm8k rule, one core: {speed(RewardConfig(rule='gsm8k'), sums, 1024, seconds):.0f} responses/s")
     alone = RewardConfig(rule="math", num_workers=0)
-    print(f"math rule, one core: {speed(alone, boxes, 48, seconds):.0f} responses/s")
+    print(f"math rule, one core: {speed(alone, boxes, 96, seconds):.0f} responses/s")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reward.py"
         path.write_text(FUNCTION)

@@ -267,6 +267,8 @@ def _same_by_algebra(gold: str, answer: str) -> bool:
         return bool(difference <= float(TOLERANCE) * size)
     if _differ_at_a_point(left, right):
         return False
+    if _equal_multiplied_out(left, right):
+        return True
     return bool(_math_verify()[1](left, right))
 
 
@@ -308,6 +310,13 @@ def _differ_at_a_point(left: Any, right: Any) -> bool:
         return False
     gap, size = abs(values[0] - values[1]), max(1.0, *map(abs, values))
     return bool(gap > 1e-6 * size)  # false for NaN
+
+
+def _equal_multiplied_out(left: Any, right: Any) -> bool:
+    """Whether a difference vanishes without being simplified, which takes a multiple of the time."""
+    from sympy import Expr
+
+    return all(isinstance(side, Expr) for side in (left, right)) and bool((left - right).expand() == 0)
 
 
 def _is_nothing(expression: Any) -> bool:
