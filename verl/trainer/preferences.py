@@ -106,7 +106,10 @@ def given(file: str, config: Config) -> list[list[Answer]]:
         )
     asked = [(row, response) for row, responses in found.values() for response in responses]
     starts = range(0, len(asked), SCORED_AT_ONCE)
-    scores = [score for i in starts for score in _scores(asked[i : i + SCORED_AT_ONCE], scorer)]
+    try:
+        scores = [score for i in starts for score in _scores(asked[i : i + SCORED_AT_ONCE], scorer)]
+    finally:
+        scorer.close()
     groups: dict[int, list[Answer]] = {}
     for (row, response), score in zip(asked, scores, strict=True):
         groups.setdefault(row.row_index, []).append(Answer(row, response, score))
