@@ -344,6 +344,15 @@ def test_pause_holds_everything_and_resume_goes_on() -> None:
     same_results(found | run(engine), expected, policy)
 
 
+def test_a_paused_engine_is_not_waited_for() -> None:
+    engine = make_engine(markov_policy(SUCCESSOR))
+    engine.pause()
+    with pytest.raises(EngineError, match="paused"):
+        generate(engine, [request("a", 0, [3], 4, 0.0)])
+    engine.resume()
+    assert generate(engine, [request("a", 0, [3], 4, 0.0)])[0].response_ids.tolist() == [4, 5, 6, 7]
+
+
 @examples(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 80), st.integers(3, 7), st.booleans())
 def test_any_schedule_gives_what_each_request_gives_alone(
@@ -499,8 +508,8 @@ def test_a_pool_too_small_for_one_response_is_said_at_once() -> None:
 
 def test_what_the_pool_can_never_hold_is_refused_alone() -> None:
     engine = tight_engine(random_policy(), 2)
-    results = generate(engine, [request("a", 0, [1] * 200, 56, ignore_eos=True), request("b", 0, [1] * 200, 57)])
-    assert [(r.finish_reason, len(r.response_ids)) for r in results] == [("length", 56), ("refused", 0)]
+    results = generate(engine, [request("a", 0, [1] * 200, 57, ignore_eos=True), request("b", 0, [1] * 200, 58)])
+    assert [(r.finish_reason, len(r.response_ids)) for r in results] == [("length", 57), ("refused", 0)]
     assert_idle(engine)
 
 

@@ -119,7 +119,7 @@ NO_MEANING = (
         "reward.reward_model.enable_resource_pool", "reward.reward_model.n_gpus_per_node",
         "reward.reward_model.nnodes", "reward.reward_model.use_reward_loop", "reward.reward_model.num_workers",
     )),
-    NoMeaning("responses are always scored as groups finish", (
+    NoMeaning("responses are scored once those of a step are there, by reward.num_workers processes", (
         "reward.reward_model.launch_reward_fn_async",
         "reward.reward_manager.module.*",
         "reward.reward_model.sandbox_fusion.*", "reward.sandbox_fusion.*", "reward.reward_loop_*",

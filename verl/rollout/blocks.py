@@ -1,8 +1,9 @@
 """Who owns which block of the key-value pool. Knows nothing of models or tensors.
 
 A block holds the keys and values of ``size`` consecutive tokens of a sequence. A block of a prompt is known by a digest
-of all tokens up to its end, so that whoever has the same beginning can use it. Nobody writes into a shared block: the
-one that a prompt ends in is copied first.
+of all tokens up to its end, so that whoever has the same beginning can use it. Nobody writes anything new into a shared
+block: one that a prompt ends in the middle of is copied first, and the last token of a prompt that fills its blocks is
+written again as it was.
 """
 
 from __future__ import annotations

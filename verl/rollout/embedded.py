@@ -170,6 +170,7 @@ class EmbeddedEngine:
             preemptions=self.scheduler.preemptions,
             blocks=self.scheduler.blocks.count,
             blocks_used=self.scheduler.blocks.used,
+            paused=self._paused,
         )
 
     def _forward(self, plan: Plan) -> Tensor:

@@ -155,7 +155,7 @@ class Result:
         loss_mask: (R,) False for tokens that the policy did not sample.
         versions: (R,) weight version that sampled each token.
         finish_reason: ``stop``, ``length`` (cut at the limit, nothing put in place of an end), ``abort``, or
-            ``refused`` (the prompt leaves no room for a single token).
+            ``refused`` (the prompt leaves no room for a single token, or the engine's memory none for the whole).
         timings: seconds, by name.
         kept_log_mass: (R,) log of the probability mass that top-k, top-p and min-p kept (of the distribution that the
             penalties left); None where they are off.
@@ -192,6 +192,7 @@ class EngineStats:
     preemptions: int = 0
     blocks: int = 0
     blocks_used: int = 0
+    paused: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -222,9 +223,11 @@ def generate(engine: RolloutEngine, requests: list[Request]) -> list[Result]:
     """All requests to their end; results in the order of the requests.
 
     Raises:
-        EngineError: the engine has other requests, whose results would be lost here.
+        EngineError: the engine is paused, or has other requests, whose results would be lost here.
     """
     stats = engine.stats()
+    if stats.paused:
+        raise EngineError("the engine is paused and would never answer", fix="resume it first")
     if stats.waiting or stats.active:
         raise EngineError(
             "the engine still has other requests", stats.waiting + stats.active, "finish them or abort them first"

@@ -180,7 +180,8 @@ class Scheduler:
         keys: dict[int, list[bytes]] = {}  # of prompt lists that several requests hold
         for request in requests:
             sequence = self._sequence(request)
-            fits = blocks_for(sequence.full_length, self.block_size) <= self.blocks.count
+            # The last token's keys and values are never asked for.
+            fits = blocks_for(sequence.full_length - 1, self.block_size) <= self.blocks.count
             if sequence.ids and sequence.ids[-1] in sequence.end_tokens:
                 refused.append(sequence.result("stop"))
                 continue
