@@ -275,7 +275,7 @@ def test_the_oldest_takes_from_all_others() -> None:
 
 def test_what_can_never_fit_is_refused() -> None:
     scheduler = make(count=3)
-    results = scheduler.submit([request("a", 0, range(5), 8), request("b", 0, range(5), 7), request("c", 0, [1], 99)])
+    results = scheduler.submit([request("a", 0, range(5), 9), request("b", 0, range(5), 8), request("c", 0, [1], 99)])
     assert [(r.slot.uid, r.finish_reason, r.response_ids.size) for r in results] == [
         ("a", "refused", 0),
         ("c", "refused", 0),
