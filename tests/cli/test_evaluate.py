@@ -179,6 +179,7 @@ def test_ctrl_c_leaves_nothing_half_written(
                 "--out",
                 "out",
                 "data.max_response_length=5",
+                "reward.num_workers=0",  # here, where Ctrl-C arrives
             ]
         )
         == 130

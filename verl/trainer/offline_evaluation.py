@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -87,11 +88,12 @@ class ModelEvaluation:
         sampler = Sampler(self.plan, config, tokenizer)
         requests = [sampler.requests(batch) for batch in self._batches]
         results = in_order(engine, [request for batch in requests for request in batch], finished)
-        for prompts, asked in zip(self._batches, requests, strict=True):
-            batch = sampler.assemble(prompts, list(islice(results, len(asked))))
-            batch = batch.union(self._scorer.score(batch))
-            self.graded += graded_rows(batch)
-            self.samples += rows_from_batch(batch, "val", tokenizer.decode)
+        with closing(self._scorer):
+            for prompts, asked in zip(self._batches, requests, strict=True):
+                batch = sampler.assemble(prompts, list(islice(results, len(asked))))
+                batch = batch.union(self._scorer.score(batch))
+                self.graded += graded_rows(batch)
+                self.samples += rows_from_batch(batch, "val", tokenizer.decode)
 
     def results(self) -> dict[str, Any]:
         """``{"sources": {source: figures}, "overall": figures}``, figures as :func:`figures` gives them.
