@@ -260,6 +260,58 @@ def test_extras_of_any_kind_come_back_as_plain_values(scorer_of):
     assert found == {"a": [0, 1], "b": "own", "c": {"1": (0.5, None)}, "text": "x\ud835"}
 
 
+def test_what_cannot_come_back_fails_its_call_alone(scorer_of, monkeypatch):
+    body = """
+    class Odd:
+        def __repr__(self): raise ValueError("no name")
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        deep = []
+        for _ in range(9000):
+            deep = [deep]
+        return {"score": 1, "x": {"long": 10**5000, "deep": deep, "odd": Odd(), "right": "x"}[solution_str]}
+    """
+    out = scorer_of(body).score(batch_of(["long", "right", "deep", "odd"])).non_tensor_batch
+    assert out["score"].tolist() == [None, 1.0, None, None]
+    assert all("cannot be sent to the run" in out["reward_reason"][i] for i in (0, 2, 3))
+
+
+FORGER = """
+import glob, json, os, stat, struct
+def say(text, length=None):
+    for name in glob.glob("/proc/self/fd/*"):
+        try:
+            if stat.S_ISSOCK(os.stat(name).st_mode):
+                length = len(text) if length is None else length
+                os.write(int(name.rpartition("/")[2]), struct.pack("!I", length) + text)
+        except OSError:
+            pass
+def spin():
+    while True:
+        pass
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return eval(solution_str)
+"""
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "say(b'(S\\'x\\'\\ni__builtin__\\nexit\\n.')",  # a pickle
+        "say(b'[]')", "say(b'[\"begun\"]')", "say(b'x', 2**32 - 1)", "say(b'[9, []]')", "say(b'[' * 100000)",
+        "say(b'[0, [[NaN, \"scored\", {}, null, 0.0]]]')", "say(b'[0, [[1.0, \"none\", {}, null, 0.0]]]')",
+        "say(b'[0, [[1.0, \"scored\", {}, null, 0.0], [1.0, \"scored\", {}, null, 0.0]]]')",
+    ],
+)  # fmt: skip
+def test_a_forged_answer_costs_its_worker_and_no_more(scorer_of, forged):
+    out = scorer_of(FORGER, num_workers=1).score(batch_of(["1", f"{forged} or spin()", "2"])).non_tensor_batch
+    assert out["score"].tolist() == [1.0, None, 2.0] and "what is no answer" in out["reward_reason"][1]
+
+
+def test_half_an_answer_is_not_waited_for(scorer_of):
+    out = scorer_of(FORGER, timeout=0.5).score(batch_of(["1", "say(b'[', 100) or spin()", "2"])).non_tensor_batch
+    assert out["score"].tolist() == [1.0, None, 2.0] and "no answer within" in out["reward_reason"][1]
+
+
 def test_workers_have_one_thread_and_no_torch(scorer_of):
     scorer = scorer_of()
     assert scores(scorer, ["int(os.environ['OMP_NUM_THREADS'])", "float('torch' in sys.modules)"]) == [1.0, 0.0]

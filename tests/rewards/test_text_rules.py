@@ -74,6 +74,17 @@ def test_json_schema_says_what_is_wrong():
         score("json_schema", "{}", {"type": "nonsense"})
 
 
+def test_json_schema_fetches_nothing(monkeypatch):
+    fetched = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *args, **_: fetched.append(args))
+    own = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
+    assert (score("json_schema", "1", own), score("json_schema", '"x"', own)) == (1.0, 0.0)
+    assert score("json_schema", "{}", {"$ref": "https://json-schema.org/draft/2020-12/schema"}) == 1.0
+    with pytest.raises(RewardError, match=r"(?s)refers to.*http://127.0.0.1:9/n"):
+        score("json_schema", "1", {"$ref": "http://127.0.0.1:9/n"})
+    assert not fetched
+
+
 @pytest.mark.parametrize(
     ("response", "value"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import selectors
 import socket
 import subprocess
 import sys
@@ -17,12 +18,13 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.calls import Call, too_slow
+from verl.rewards.channel import Channel, pack
 from verl.rewards.nursery import END_SECONDS, MESSAGE_BYTES
-from verl.rewards.pool_worker import IN_PROCESS, Target
+from verl.rewards.pool_worker import IN_PROCESS, Target, heard
 from verl.rewards.results import Score
 from verl.rewards.rules import IN_POOL
 
@@ -72,7 +74,7 @@ class _Worker:
     """Attributes: jobs: unanswered, by their number in the message; since: when it was last heard of."""
 
     number: int
-    connection: Connection
+    channel: Channel
     jobs: dict[int, Job] = field(default_factory=dict)
     begun: bool = False
     since: float = 0.0
@@ -123,13 +125,14 @@ class Pool:
         """Give calls to workers and take results; wait ``seconds`` (None: until there is something to do) for any."""
         self._assign()
         timeout = self._until_due() if seconds is None else seconds
-        connections = {worker.connection: worker for worker in self._workers}
-        for ready in wait(list(connections), timeout) if connections else ():
-            self._hear(connections[ready])  # type: ignore[index]
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            for key, _ in selector.select(timeout) if self._workers else ():
+                self._hear(key.data)
         now = time.monotonic()
         for worker in list(self._workers):
             if worker.jobs and now > self._due(worker):
-                self._tell_nursery("kill", worker.number)
                 self._lost(worker, too_slow(self._limit))
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ class Pool:
         if self._end is not None:
             self._end()
         for worker in self._workers:
-            worker.connection.close()
+            worker.channel.close()
         self._workers, self._control, self._end = [], None, None
 
     # jobs ----------------------------------------------------------------------------------------------------------
@@ -197,7 +200,8 @@ class Pool:
     def _give(self, worker: _Worker, chunk: list[Job]) -> None:
         worker.jobs, worker.begun, worker.since = dict(enumerate(chunk)), False, time.monotonic()
         try:
-            worker.connection.send((chunk[0].target, self._limit, [job.call for job in chunk]))
+            calls = [[pack(job.call.arguments), job.call.count] for job in chunk]
+            worker.channel.send([chunk[0].target, self._limit, calls])
         except OSError:
             self._lost(worker, _ENDED)
         except Exception as error:
@@ -220,7 +224,7 @@ class Pool:
         with theirs:
             idle = None if len(self._workers) < self._least else IDLE_SECONDS
             self._tell_nursery("spawn", self._started, idle, [theirs.fileno()])
-        self._workers.append(_Worker(self._started, Connection(ours.detach())))
+        self._workers.append(_Worker(self._started, Channel(ours)))
         self._started += 1
 
     def _tell_nursery(self, word: str, number: int, idle: float | None = None, descriptors: Sequence[int] = ()) -> None:
@@ -253,25 +257,37 @@ class Pool:
         return ours, weakref.finalize(self, _end_nursery, ours, nursery)
 
     def _hear(self, worker: _Worker) -> None:
-        """Everything that it has said."""
+        """What it has said."""
         try:
-            while worker.connection.poll():
-                answer = worker.connection.recv()
+            for answer in worker.channel.receive():
+                self._take_answer(worker, answer)
                 worker.since = time.monotonic()
-                if answer[0] == "begun":
-                    worker.begun = True
-                elif answer[0] == "refused":
-                    for job in worker.jobs.values():
-                        job.error = RewardError(*answer[1:])
-                    worker.jobs = {}
-                else:
-                    self._finish(worker.jobs.pop(answer[0]), answer[1])
         except (EOFError, OSError):
             self._lost(worker, _ENDED)
+        except Exception:  # of the many ways to say what is no answer
+            self._lost(worker, _NO_ANSWER)
+
+    def _take_answer(self, worker: _Worker, answer: Any) -> None:
+        """Raises ValueError and others: this is no answer to what was asked."""
+        word, *rest = answer
+        if word == "begun" and worker.jobs and not worker.begun:
+            worker.begun = True
+        elif word == "refused" and worker.jobs:
+            what, value, fix = rest
+            for job in worker.jobs.values():
+                job.error = RewardError(str(what), value, None if fix is None else str(fix))
+            worker.jobs = {}
+        elif type(word) is int and worker.begun:
+            (told,) = rest
+            scores = heard(told, worker.jobs[word].responses)
+            self._finish(worker.jobs.pop(word), scores)
+        else:
+            raise ValueError("no answer")
 
     def _lost(self, worker: _Worker, why: Score) -> None:
-        """A worker is gone: the call that it was at has failed, the others are given to another."""
-        worker.connection.close()
+        """A worker is gone, or will be: the call that it was at has failed, the others are given to another."""
+        self._tell_nursery("kill", worker.number)
+        worker.channel.close()
         self._workers.remove(worker)
         jobs = list(worker.jobs.values())
         if worker.begun and len(jobs) > 1 and jobs[0].together:
@@ -305,13 +321,14 @@ class Pool:
 def _key(target: Target, call: Call) -> bytes:
     """The same for equal arguments; empty where they are nothing that JSON tells apart."""
     try:
-        told = json.dumps([target, call.arguments], sort_keys=True)
+        told = json.dumps([target, pack(call.arguments)], sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         return b""
     return hashlib.blake2b(told.encode(), digest_size=16).digest()
 
 
 _ENDED = Score(None, "failed", reason="its reward worker ended in the middle of it (killed, out of memory, os._exit)")
+_NO_ANSWER = Score(None, "failed", reason="its reward worker sent what is no answer; something else writes to it")
 _NEVER_BEGAN = Score(None, "failed", reason=f"{LOST_AT_MOST} reward workers ended before they could begin with it")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import select
+import socket
+from collections.abc import Iterator
 from functools import lru_cache
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from verl.errors import RewardError
 from verl.rewards.calls import Call, Callee, run
+from verl.rewards.channel import Channel, pack, unpack
 from verl.rewards.custom import load_function
-from verl.rewards.results import Score
+from verl.rewards.results import MAX_SCORE, Outcome, Score
 from verl.rewards.rules import rule_named
 
 IN_PROCESS = "set reward.num_workers=0 to call the function in the run's own process, without a time limit"
@@ -38,48 +42,78 @@ def load(target: Target) -> Callee:
 def serve(descriptor: int, idle: float | None) -> None:
     """Answer to the end of the connection, or until nothing was asked for ``idle`` seconds.
 
-    A message is the target, the limit of an async call, and the calls. The answers are ``("begun",)``, for each
-    call ``(its number, scores)``, and for what ends the run ``("refused", what, value, fix)``.
+    A message is the target, the limit of an async call, and of each call its arguments and count. The answers are
+    ``["begun"]``, for each call ``[its number, scores]``, and for what ends the run ``["refused", what, value, fix]``.
     """
-    connection = Connection(descriptor)
+    channel = Channel(socket.socket(fileno=descriptor))
     try:
-        while connection.poll(idle):
+        for target, limit, asked in _asked(channel, idle):
             try:
-                target, limit, calls = _received(connection)
-                callee = load(target)
-                connection.send(("begun",))
-                run(callee, calls, lambda number, found: connection.send((number, portable(found))), limit)
+                callee = load(Target(*target))
+                calls = [Call(unpack(arguments), count) for arguments, count in asked]
+                channel.send(["begun"])
+                run(callee, calls, lambda number, found: _tell(channel, number, found), limit)
             except RewardError as error:
-                connection.send(("refused", error.what, plain(error.value), error.fix))
+                channel.send(["refused", error.what, plain(error.value), error.fix])
     except (EOFError, OSError):  # the run has ended
         return
 
 
-def _received(connection: Connection) -> tuple[Target, float, list[Call]]:
+def _asked(channel: Channel, idle: float | None) -> Iterator[Any]:
+    ready = select.poll()
+    ready.register(channel, select.POLLIN)
+    while ready.poll(None if idle is None else 1000 * idle):
+        yield from channel.receive()
+
+
+def _tell(channel: Channel, number: int, scores: list[Score]) -> None:
     try:
-        message: tuple[Target, float, list[Call]] = connection.recv()
-    except (EOFError, OSError):
+        channel.send([number, [told(score) for score in scores]])
+    except OSError:
         raise
-    except Exception as error:
-        raise RewardError("A reward worker cannot read what a row holds.", repr(error), IN_PROCESS) from error
-    return message
+    except Exception as error:  # too long, too deep, or what stands for it (its __repr__) fails
+        reason = f"what it returned cannot be sent to the run: {error}"
+        channel.send([number, [told(Score(None, "failed", reason=reason))] * len(scores)])
 
 
-def portable(scores: list[Score]) -> list[Score]:
-    """The same, with extras that can be read where the user's own classes and torch are not."""
-    for score in scores:
-        for key, value in score.extras.items():
-            score.extras[key] = plain(value)
+def told(score: Score) -> list[Any]:
+    """For the channel; extras as values that can be read where the user's own classes and torch are not."""
+    return [score.value, score.outcome, pack(plain(score.extras)), score.reason, score.seconds]
+
+
+def heard(told: Any, count: int) -> list[Score]:
+    """The scores of one call.
+
+    Raises:
+        ValueError, TypeError and others: a worker that is no longer its own master said this.
+    """
+    scores = [
+        Score(value, outcome, unpack(extras), reason, seconds) for value, outcome, extras, reason, seconds in told
+    ]
+    if len(scores) != count or not all(map(_is_sound, scores)):
+        raise ValueError("no scores")
     return scores
 
 
+def _is_sound(score: Score) -> bool:
+    scored = type(score.value) is float and abs(score.value) <= MAX_SCORE
+    return (
+        score.outcome in get_args(Outcome)
+        and (scored if score.outcome == "scored" else score.value is None)
+        and type(score.extras) is dict
+        and (score.reason is None or type(score.reason) is str)
+        and type(score.seconds) is float
+        and 0 <= score.seconds < math.inf
+    )
+
+
 def plain(value: Any) -> Any:
-    if value is None or (isinstance(value, bool | int | float | str) and type(value).__module__ == "builtins"):
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     if type(value) is dict:
         return {str(key): plain(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist"):  # numpy's and torch's
-        return value.tolist()
+    if hasattr(value, "tolist") and type(listed := value.tolist()) is not type(value):  # numpy's and torch's
+        return plain(listed)
     return repr(value)

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 if __package__:
     from verl.rewards.sandbox_isolation import Isolation, prctl, syscall_filter
 else:  # alone in its interpreter, with this folder on the path
-    from sandbox_isolation import Isolation, prctl, syscall_filter
+    from sandbox_isolation import Isolation, prctl, syscall_filter  # type: ignore[no-redef]
 
 CONTROL = 0  # the parent's socket
 VALUES = 3  # of a runner: where the values of calls and expressions go

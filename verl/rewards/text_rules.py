@@ -84,7 +84,8 @@ def json_schema(
     The JSON is the content of the last ``<answer>``, else of the last fenced block, else the whole response.
 
     Args:
-        schema: a JSON Schema; None: the ground truth is one (a mapping, or its JSON).
+        schema: a JSON Schema; None: the ground truth is one (a mapping, or its JSON). ``$ref`` may name what is in it
+            and the specification's own schemas.
     """
     text = next((found[-1] for part in (ANSWER_TAG, _FENCE) if (found := part.findall(response_text))), response_text)
     wanted = schema if schema is not None else ground_truth
@@ -93,7 +94,13 @@ def json_schema(
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return {"score": 0.0, "error": f"not JSON: {error}"}
-    fault = next(iter(validator.iter_errors(value)), None)
+    from referencing.exceptions import Unresolvable
+
+    try:
+        fault = next(iter(validator.iter_errors(value)), None)
+    except Unresolvable as error:
+        fix = "write what it refers to under $defs; nothing is fetched"
+        raise RewardError("The JSON Schema refers to what it does not hold.", error.ref, fix) from error
     if fault is None:
         return {"score": 1.0, "error": None}
     return {"score": 0.0, "error": f"{fault.json_path}: {fault.message[:200]}"}
@@ -102,6 +109,7 @@ def json_schema(
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
     import jsonschema
+    import jsonschema_specifications
 
     try:
         parsed = json.loads(schema)
@@ -109,7 +117,7 @@ def _validator(schema: str) -> Any:
         kind.check_schema(parsed)
     except (ValueError, jsonschema.SchemaError) as error:
         raise RewardError("The ground truth is no JSON Schema.", str(error).splitlines()[0], "correct it") from error
-    return kind(parsed)
+    return kind(parsed, registry=jsonschema_specifications.REGISTRY)  # its default fetches what a $ref names
 
 
 def format_tags(
