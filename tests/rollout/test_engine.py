@@ -506,6 +506,12 @@ def test_a_pool_too_small_for_one_response_is_said_at_once() -> None:
         make_engine(policy, kv_cache_gb=gigabytes(policy, 1) / 2)
 
 
+def test_a_pool_larger_than_the_machine_is_refused_before_anything_is_laid_out() -> None:
+    with pytest.raises(EngineError, match=r"kv_cache_gb is more than the [0-9.]+ GiB of memory that cpu has") as caught:
+        make_engine(random_policy(), kv_cache_gb=1e6)  # a list of its blocks alone would take all memory
+    assert caught.value.value == 1e6
+
+
 def test_what_the_pool_can_never_hold_is_refused_alone() -> None:
     engine = tight_engine(random_policy(), 2)
     results = generate(engine, [request("a", 0, [1] * 200, 57, ignore_eos=True), request("b", 0, [1] * 200, 58)])

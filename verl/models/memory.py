@@ -6,9 +6,14 @@ import os
 from pathlib import Path
 
 
+def total_memory() -> int:
+    """Bytes of main memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def free_memory() -> int:
     """Bytes of main memory that this process may still take, by what the system and its control group say."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [total_memory()]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from verl.errors import EngineError
 from verl.models.attention import KEY_BLOCK
-from verl.models.memory import free_memory
+from verl.models.memory import free_memory, total_memory
 from verl.models.policy import PolicyModel, model_device
 from verl.rollout.blocks import BlockManager, blocks_for
 from verl.rollout.paged import KVPool, PagedContext
@@ -74,7 +74,7 @@ class EmbeddedEngine:
             loaded configuration fills in its family's default, which may be any other token); None: the tokenizer's.
 
     Raises:
-        EngineError: ``kv_cache_gb`` cannot hold one response of the longest kind.
+        EngineError: ``kv_cache_gb`` cannot hold one response of the longest kind, or is more than there is.
     """
 
     capabilities = frozenset({BIT_PARITY, SHARED_WEIGHTS})
@@ -230,10 +230,16 @@ def _make_pool(policy: PolicyModel, limits: EngineLimits, longest: int) -> KVPoo
     layers, device = policy.model.config.get_text_config().num_hidden_layers, model_device(policy)
     pool = KVPool(layers, *policy.key_shape, policy.model.get_output_embeddings().weight.dtype, device)
     one = blocks_for(longest, KEY_BLOCK)
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (free_memory(), total_memory())
     if limits.kv_cache_gb is None:
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
         pool.blocks = max(one, min(one * limits.max_num_seqs, int(POOL_SHARE * free) // pool.block_bytes))
         return pool
+    if limits.kv_cache_gb * 2**30 > total:
+        raise EngineError(
+            f"rollout.kv_cache_gb is more than the {total / 2**30:.1f} GiB of memory that {device.type} has",
+            limits.kv_cache_gb,
+            "give less, or leave it out: null is enough for rollout.max_num_seqs responses of the longest kind",
+        )
     pool.blocks = int(limits.kv_cache_gb * 2**30) // pool.block_bytes
     if pool.blocks < (one if limits.longest else 1):
         least = math.ceil(one * pool.block_bytes / 2**30 * 1000) / 1000  # rounded up, or it would not do
