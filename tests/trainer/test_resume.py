@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,22 @@ def test_other_data_than_the_checkpoints_is_refused(tmp_path: Path, tiny_model_d
     tree["data"]["train_max_samples"] = 6
     with pytest.raises(DataError, match="not the data that the checkpoint was made with"):
         go(build_config(tree))
+
+
+def test_an_older_checkpoint_lacks_what_came_later(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Without a response cap, held steps or one of the schedules: those start fresh. Without a step: refused."""
+    loader = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    state = TrainerState.fresh(config_in(tmp_path, tiny_model_dir, GRPO, "run"), loader)  # type: ignore[arg-type]
+    tree: dict[str, Any] = {"step": 3, "loader": {}, "shaper": state.shaper.state_dict(), "schedules": {}}
+    loaded: list[str] = []
+    roles: Any = SimpleNamespace(load=loaded.append)
+    old: Any = SimpleNamespace(path=tmp_path, verify=lambda: None, read_state=lambda name: tree)
+    state.restore(old, roles)
+    assert (state.step, state.held, state.cap.state_dict()["recent"]) == (3, {"actor": 0, "critic": 0}, [])
+    del tree["step"]
+    with pytest.raises(CheckpointError, match="lacks step"):
+        state.restore(old, roles)
+    assert loaded == [str(tmp_path)]
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -20,12 +20,13 @@ from torch import Tensor
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric, merge_all, reduce_metrics
 from verl.config import ActorConfig, CriticConfig
-from verl.errors import VerlError
+from verl.errors import OutOfMemoryError, VerlError
 from verl.protocol import DataProto
 from verl.training.actor import Actor
 from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
 from verl.training.parallel import ALONE, Ranks, join_ranks, leave_ranks
+from verl.training.passes import Passes
 
 Outcome = tuple[dict[str, Tensor], dict[str, float]]
 TEMPERATURE = 0.7
@@ -173,3 +174,15 @@ def compare(member: Member, change: int) -> str:
     except VerlError as error:
         return error.what
     return "same"
+
+
+def no_memory(member: Member, rank: int) -> str:
+    """A pass that never fits on one rank."""
+
+    def run() -> str:
+        if member.ranks.rank == rank:
+            raise OutOfMemoryError("what did not fit")
+        return "not reached"
+
+    shape = Shape(prompt_lengths=[4], groups=[2], responses=[3, 2], seed=1)
+    return Passes("actor", Limits(2, None, True), member.ranks, adapt=True)._adapted(make_batch(shape), run)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl.algorithms.metric import reduce_metrics
 from verl.config import ActorConfig
-from verl.errors import RanksLostError
+from verl.errors import OutOfMemoryError, RanksLostError
 from verl.training.micro_batches import Limits
 
 
@@ -91,6 +91,13 @@ def test_ranks_that_differ_are_found(pools: dict[int, Pool]) -> None:
     same, different = pools[3].each("compare", 0), pools[3].each("compare", 1)
     assert same == ["same"] * 3
     assert len(set(different)) == 1 and different[0].startswith("the weights differ between training ranks")
+
+
+def test_memory_that_never_suffices_on_one_rank_is_told_by_that_rank(pools: dict[int, Pool]) -> None:
+    """The others, too, end the pass, with an error that gives way to the cause."""
+    found = pools[3].each("no_memory", 1)
+    assert [type(error) for error in found] == [RanksLostError, OutOfMemoryError, RanksLostError]
+    assert found[1].what == "what did not fit"
 
 
 def test_a_rank_that_ends_is_noticed_at_once(small_dir: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.loader import PromptLoader
+from verl.errors import CheckpointError
 from verl.protocol import DataProto
 from verl.trainer.response_cap import ResponseCap
 
@@ -89,14 +90,27 @@ class TrainerState:
             pending.commit({"model": config.model.path, "reward_model": config.reward.model.path})
 
     def restore(self, checkpoint: Checkpoint, roles: Roles) -> None:
-        """Go on where the checkpoint was."""
+        """Go on where the checkpoint was; parts that were not invented when it was written start fresh.
+
+        Raises:
+            CheckpointError: it lacks what nothing can stand in for.
+        """
         checkpoint.verify()
-        roles.load(str(checkpoint.path.absolute()))
         tree = cast(dict[str, Any], checkpoint.read_state(STATE_NAME))
+        missing = sorted({"step", "loader", "shaper", "schedules"} - tree.keys())
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint's trainer state lacks {', '.join(missing)}",
+                checkpoint.path,
+                "another version of VeRL wrote it: go on with that one, or start anew (trainer.resume_mode=disable)",
+            )
+        roles.load(str(checkpoint.path.absolute()))
         self.step = tree["step"]
         self.loader.load_state_dict(tree["loader"])
         self.shaper.load_state_dict(tree["shaper"])
-        self.cap.load_state_dict(tree["cap"])
-        self.held = tree["held"]
+        self.held |= tree.get("held", {})
+        if "cap" in tree:
+            self.cap.load_state_dict(tree["cap"])
         for name, schedule in self.schedules.items():
-            schedule.load_state_dict(tree["schedules"][name])
+            if name in tree["schedules"]:
+                schedule.load_state_dict(tree["schedules"][name])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.metric import Metric, merge_all
-from verl.errors import OutOfMemoryError
+from verl.errors import OutOfMemoryError, RanksLostError
 from verl.models.packed import PackedBatch
 from verl.protocol import DataProto
 from verl.training.micro_batches import Limits, MicroBatch, micro_batches
@@ -112,7 +112,7 @@ class Passes:
                 return result
             smaller = _halved(self.limits, batch)
             if smaller == self.limits:
-                raise failure or OutOfMemoryError(f"a {self.role}'s micro-batch of one row did not fit on another rank")
+                raise failure or RanksLostError(f"another training rank has no memory for one row of the {self.role}")
             self.limits = smaller
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
