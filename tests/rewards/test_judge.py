@@ -55,6 +55,9 @@ class Server:
                 with contextlib.suppress(BrokenPipeError):  # the judge had waited long enough
                     self.wfile.write(data)
 
+            def do_GET(self) -> None:
+                server.keys.append(self.headers["Authorization"])
+
             def log_message(self, *_: Any) -> None:
                 pass
 
@@ -125,6 +128,18 @@ def test_what_is_no_score_is_a_failure_and_asked_once(server: Server, status: in
     (score,) = judge(server).score(batch_of(["x"]))
     assert (score.value, score.outcome) == (None, "failed") and reason in str(score.reason)
     assert len(server.requests) == 1
+
+
+def test_the_key_is_not_shown_to_where_an_endpoint_points(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    elsewhere = Server()
+    server.headers = {"Location": f"{elsewhere.url}/chat/completions"}
+    for status in (302, 307):
+        server.answer = lambda body, number, status=status: (status, {})  # type: ignore[misc]
+        (score,) = judge(server, api_key_env="JUDGE_KEY").score(batch_of(["x"]))
+        assert score.outcome == "failed" and f"answers {status}" in str(score.reason)
+    elsewhere.close()
+    assert (len(server.requests), elsewhere.keys) == (2, [])
 
 
 def test_a_busy_endpoint_is_asked_again(server: Server) -> None:

@@ -98,7 +98,7 @@ class Judge:
                 pause *= 2
             self._await_turn()
             try:
-                with urllib.request.urlopen(request, timeout=self._config.timeout) as reply:
+                with _OPENER.open(request, timeout=self._config.timeout) as reply:
                     return _content(reply.read())
             except urllib.error.HTTPError as error:
                 reason = f"{self._url} answers {error.code}: {_start(error)}"
@@ -124,6 +124,16 @@ class Judge:
 
 class _FailedError(Exception):
     """No answer; its text is the reason."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would ask again without the question, and show the key to whatever place it is sent to."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _content(reply: bytes) -> str:
