@@ -90,7 +90,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "GPU by another name": (["trainer.device=gpu"], ["wanted 1 GPU, available 0", "set trainer.device=cpu"]),
     "GPUs by number": (
         ["trainer.device=auto", "trainer.n_gpus_per_node=8"],
-        ["wanted 8 GPU, available 0", "set trainer.device=cpu"],
+        ["8 ranks", "one process", "set cluster.backend=ray"],
     ),
     "no score for the data": (["reward.custom_reward_function.path=null"], ["tiny/vowels"]),
     "unknown logger": (["trainer.logger=[consol]"], ["consol", "console"]),
