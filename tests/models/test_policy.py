@@ -366,6 +366,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(kind: str, changes: dict[str
     assert named in str(caught.value)
 
 
+def test_broken_weights_are_told_from_a_model_that_is_not_supported() -> None:
+    policy = random_policy("llama")
+    with torch.no_grad():
+        next(iter(policy.model.parameters())).fill_(math.nan)
+    with pytest.raises(ModelError, match="not finite: its weights are broken"):
+        policy.key_shape  # noqa: B018
+
+
 def test_a_critic_is_refused_as_well() -> None:
     with pytest.raises(ModelError, match="BloomModel"):
         ValueModel(other_family("bloom", n_layer=2, n_head=4))(pack(False))

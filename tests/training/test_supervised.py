@@ -18,6 +18,7 @@ from verl.config.schema_supervised import PairDataConfig, SftDataConfig, Supervi
 from verl.data.conversations import Conversation
 from verl.data.dataset import TokenRows
 from verl.data.examples import ExampleDataset, Row, pair_example, sft_example
+from verl.errors import OutOfMemoryError, VerlError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_classifier
 from verl.models.policy import PolicyModel, ValueModel
@@ -133,6 +134,24 @@ def test_the_gradient_is_that_of_the_mean_over_the_step(small_dir: Path, scorer_
     for name, parameter in stock.named_parameters():
         found = weights.masters[name].grad
         assert float((found - parameter.grad).norm()) <= 1e-4 * float(parameter.grad.norm()), name
+
+
+def test_what_stops_a_step_names_keys_of_supervised_training(small_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, _ = random_batch(0, [3, 9], pairs=False)
+    model, optimizer, weights = model_of(small_dir, False, 200)
+    monkeypatch.setattr(optimizer, "_config", SupervisedOptimConfig(on_nonfinite="stop"))
+    model.evaluate(batch)  # a model is checked at its first use
+    next(iter(weights.masters.values())).data.fill_(float("nan"))
+    with pytest.raises(VerlError, match=r"the model's gradient is not finite, and optim\.on_nonfinite=stop"):
+        model.update(batch, 0.1)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+
+    monkeypatch.setattr(PolicyModel, "forward", refused)
+    for call in (lambda: model.update(batch, 0.1), lambda: model.evaluate(batch)):
+        with pytest.raises(OutOfMemoryError, match=r"(?s)2 rows.*lower data\.max_token_len_per_gpu"):
+            call()
 
 
 def test_bradley_terry_by_hand() -> None:

@@ -78,6 +78,11 @@ def check_support(model: PreTrainedModel) -> tuple[int, int]:
             raise ModelError(f"{name} does not run with packed attention: {reason}", fix=FIX) from error
         finally:
             MASKS_ASKED.reset(listening)
+        if not bool(together.isfinite().all()):
+            fix = "load other weights; where float16 overflows, compute in bfloat16 or float32 (model.dtype)"
+            raise ModelError(
+                f"{name} gives hidden states that are not finite: its weights are broken", together.dtype, fix
+            )
         if not _close(together[len(rows[0]) :], alone):
             raise ModelError(f"{name} lets tokens of one row of a pack reach another row", fix=FIX)
         head = model.get_output_embeddings()

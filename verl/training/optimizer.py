@@ -258,10 +258,13 @@ def part_of(name: str, dimensions: int) -> str:
 
 def _not_finite(name: str, named: dict[str, Tensor]) -> VerlError:
     odd = next(key for key, gradient in named.items() if not bool(torch.isfinite(gradient).all()))
+    section, whose = (
+        ("optim", "model") if name == "train" else (f"{name}.optim", name)
+    )  # supervised: there is one model
     error = VerlError(
-        f"the {name}'s gradient is not finite, and {name}.optim.on_nonfinite=stop",
+        f"the {whose}'s gradient is not finite, and {section}.on_nonfinite=stop",
         f"first in {odd}",
-        f"lower {name}.optim.lr or go on from an earlier checkpoint; on_nonfinite=skip leaves such steps out",
+        f"lower {section}.lr or go on from an earlier checkpoint; on_nonfinite=skip leaves such steps out",
     )
     error.bad_input = False
     return error

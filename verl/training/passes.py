@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -117,26 +117,30 @@ class Passes:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
-    @contextmanager
-    def _watched(self, part: MicroBatch) -> Iterator[None]:
-        """Raises OutOfMemoryError, which says what did not fit, for an allocator's error."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            rows, tokens = part.packed.shape[0], part.packed.input_ids.shape[0]
-            longest = int(part.packed.position_ids.max()) + 2  # the last token of a response is not packed
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            role = "actor" if self.role == "reference" else self.role
-            names = f"{role}.ppo_micro_batch_size_per_gpu", f"{role}.ppo_max_token_len_per_gpu"
-            knob, value = (names[0], self.limits.rows) if self.limits.tokens is None else (names[1], self.limits.tokens)
-            lower = f"lower {knob} (now {value})" + (f" or log_prob_{knob[10:]} of ref" if role != self.role else "")
-            raise OutOfMemoryError(
-                f"not enough memory for a micro-batch of the {self.role}",
-                f"{rows} rows, {tokens} packed tokens, longest row {longest}: {said}",
-                f"{lower}, set actor.auto_micro_batch=true, or model.enable_gradient_checkpointing=true",
-            ) from error
+    def _watched(self, part: MicroBatch) -> AbstractContextManager[None]:
+        role = "actor" if self.role == "reference" else self.role
+        names = f"{role}.ppo_micro_batch_size_per_gpu", f"{role}.ppo_max_token_len_per_gpu"
+        knob, value = (names[0], self.limits.rows) if self.limits.tokens is None else (names[1], self.limits.tokens)
+        lower = f"lower {knob} (now {value})" + (f" or log_prob_{knob[10:]} of ref" if role != self.role else "")
+        return watched(part, f"the {self.role}", f"{lower}, set actor.auto_micro_batch=true")
+
+
+@contextmanager
+def watched(part: MicroBatch, whose: str, fix: str) -> Iterator[None]:
+    """Raises OutOfMemoryError, which says what did not fit, for an allocator's error."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        rows, tokens = part.packed.shape[0], part.packed.input_ids.shape[0]
+        longest = int(part.packed.position_ids.max()) + 2  # the last token of a response is not packed
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OutOfMemoryError(
+            f"not enough memory for a micro-batch of {whose}",
+            f"{rows} rows, {tokens} packed tokens, longest row {longest}: {said}",
+            f"{fix}, or model.enable_gradient_checkpointing=true",
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

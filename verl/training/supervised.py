@@ -16,6 +16,7 @@ from verl.models.policy import PolicyModel, ValueModel, model_device
 from verl.protocol import DataProto
 from verl.training.micro_batches import Limits, MicroBatch, micro_batches
 from verl.training.optimizer import MasterWeights, Optimizer
+from verl.training.passes import watched
 from verl.training.saving import load_trained, save_trained
 
 # Of (b, R) values of a micro-batch and the number of values that count in the whole step.
@@ -66,11 +67,12 @@ class SupervisedModel:
         counted = float(batch.tensors["response_mask"].sum())
         device, found = model_device(self._model), []
         for part in micro_batches(batch, self._limits, device, ("response_mask", "margins")):
-            packed = _counted_only(part)
-            values = packed.scatter(self._values(packed))
-            loss, metrics = self._loss(values, part, counted)
-            if backward:
-                self._optimizer.backward(loss)
+            with watched(part, "the examples", "lower data.max_token_len_per_gpu"):
+                packed = _counted_only(part)
+                values = packed.scatter(self._values(packed))
+                loss, metrics = self._loss(values, part, counted)
+                if backward:
+                    self._optimizer.backward(loss)
             found.append({name: metric.to_floats() for name, metric in metrics.items()})
         return found
 
