@@ -46,12 +46,12 @@ def add(commands: Commands) -> None:
     generate.add_argument("--ids", action="store_true", help="prompt and response ids in the output, too")
     generate.add_argument("--raw", action="store_true", help="no chat template: the model continues the text")
     generate.add_argument("--system", metavar="TEXT", help="system message before every prompt")
-    generate.add_argument("--max-new-tokens", type=positive, default=128, help="default 128")
+    generate.add_argument("--max-new-tokens", "--max-response-length", type=positive, default=128, help="default 128")
     generate.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends a response; may be repeated"
     )
     add_sampling(generate)
-    generate.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+    generate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
     generate.add_argument("--max-num-seqs", type=positive, default=64, help="responses at once (default 64)")
     generate.set_defaults(command=_generate)
 
