@@ -53,6 +53,19 @@ def test_a_file_of_prompts(tiny_model_dir: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "".join(f"{row['response']}\n" for row in greedy)
 
 
+def test_the_file_of_prompts_is_not_written_over(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.jsonl").write_text('{"prompt": "first"}\n')
+    assert generate(tiny_model_dir, "--input", "p.jsonl", "--out", "./p.jsonl") != 0
+    assert "one of the inputs" in capsys.readouterr().err
+    assert Path("p.jsonl").read_text() == '{"prompt": "first"}\n'
+
+
+def test_float16_and_the_other_name_of_the_limit(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(tiny_model_dir), "--prompt", "x", "--dtype", "float16", "--max-response-length", "3"]
+    assert entry.main([*words, "--out", "a.jsonl"]) == 0
+    assert [row["tokens"] <= 3 for row in lines(Path("a.jsonl").read_text())] == [True]
+
+
 def test_system_message_stop_text_and_raw(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*options: Any) -> str:
         assert generate(tiny_model_dir, "--temperature", 1, "--top-k", 40, *options) == 0

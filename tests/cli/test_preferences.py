@@ -62,6 +62,10 @@ def test_responses_of_a_file(data: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert [(pair["chosen"], pair["rejected"]) for pair in lines(out)] == [("0", "7"), ("2", "no")]
     config = PairDataConfig(train_files=[str(out)])
     assert len(load_pairs(config.train_files, config, byte_tokenizer(), [EOS_ID])) == 2
+    for kept in (data, given):
+        before = kept.read_text()
+        assert main([*command[:-1], str(kept)]) == 2
+        assert "The output is one of the inputs." in capsys.readouterr().err and kept.read_text() == before
     given.write_text(json.dumps({"prompt": "another", "response": "x"}) + "\n")
     assert main(command) == 2
     assert "No line of the responses has a prompt of the data." in capsys.readouterr().err

@@ -161,12 +161,14 @@ def _data_preferences(arguments: argparse.Namespace) -> None:
 
     from verl.checkpoint.run_model import opened_model
     from verl.cli.progress import progress
-    from verl.data.output import check_writable, write_rows
+    from verl.data.files import expand_files
+    from verl.data.output import check_writable, refuse_inputs, write_rows
     from verl.models.quiet import without_bars
     from verl.trainer.offline_evaluation import ModelEvaluation
     from verl.trainer.preferences import PairCounts, given, pairs_of, sampled
 
     out = Path(arguments.out).expanduser()
+    refuse_inputs(out, [*expand_files(arguments.data, "DATA"), *filter(None, [arguments.responses])])
     check_writable([out])
     if arguments.responses is not None:
         groups = given(arguments.responses, evaluation_config(arguments, None))

@@ -51,7 +51,9 @@ def add(commands: Commands) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="ends a response; may be repeated"
     )
     add_sampling(generate)
-    generate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16")
+    generate.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16"
+    )
     generate.add_argument("--max-num-seqs", type=positive, default=64, help="responses at once (default 64)")
     generate.set_defaults(command=_generate)
 
@@ -62,6 +64,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     set_environment(available_cores())
 
     from verl.checkpoint.run_model import opened_model
+    from verl.data.output import refuse_inputs
     from verl.models.loading import load_tokenizer
     from verl.models.quiet import without_bars
     from verl.rollout.embedded import EngineLimits
@@ -70,6 +73,8 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     sampling = SamplingParams(arguments.max_new_tokens, stop=tuple(arguments.stop), **sampling_choices(arguments))
     out, rows = _out(arguments.out), _prompts(arguments)
+    if out is not None and arguments.input:
+        refuse_inputs(out, [arguments.input])
     with without_bars(), opened_model(arguments.model) as model:
         tokenizer = load_tokenizer(model.path, arguments.trust_remote_code)
         asked = rows if arguments.raw else as_chats(rows, arguments.system)

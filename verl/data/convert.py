@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.config.names import did_you_mean
 from verl.data.files import expand_files
-from verl.data.output import check_writable, write_rows
+from verl.data.output import check_writable, refuse_inputs, write_rows
 from verl.data.rows import DEFAULT_SOURCE, PROMPT_COLUMNS, TRUTH_COLUMNS, BadRow, prompt_problem, truth_problem
 from verl.data.tables import RawRow, RowTable, open_tables
 from verl.errors import DataError
@@ -66,8 +66,7 @@ def convert(files: str | Sequence[str], out: str | Path, mapping: Mapping) -> Co
     out = Path(out)
     check_writable([out])
     tables = open_tables(expand_files(files, "IN"))
-    if any(table.path.resolve() == out.resolve() for table in tables):
-        raise DataError("The output is one of the inputs.", out, "give another name")
+    refuse_inputs(out, (table.path for table in tables))
     for table in tables:
         if len(table) and not table.columns:
             bad = table.read(0, 1)[0]

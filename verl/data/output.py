@@ -37,6 +37,12 @@ def check_writable(paths: Iterable[Path], endings: Sequence[str] = OUTPUT_ENDING
             raise DataError("A folder cannot be written.", path.parent, error.strerror or "choose another") from error
 
 
+def refuse_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse an output file that is one of the files read."""
+    if any(Path(path).expanduser().resolve() == out.resolve() for path in inputs):
+        raise DataError("The output is one of the inputs.", out, "give another name")
+
+
 def write_rows(make: Callable[[], Iterable[Row]], path: Path) -> int:
     """Write rows to ``path``, JSON lines or parquet by its ending, and return their number.
 
