@@ -94,6 +94,28 @@ def train(config: Config, console: Console, reward: Callable[..., Any] | None = 
         _train(config, placed, console, reward)
 
 
+def take_up(
+    config: Config | SupervisedConfig, run_dir: RunDir, store: CheckpointStore, total_steps: int, console: Console
+) -> tuple[bool, Checkpoint | None]:
+    """Whether the run is finished already, which is said, and the checkpoint that it goes on from.
+
+    What lies in the folder beyond that checkpoint is removed.
+    """
+    checkpoint = find_checkpoint(config, store, run_dir)
+    if checkpoint is not None and checkpoint.step >= total_steps:
+        say_finished(console, run_dir, checkpoint.step, total_steps)
+        return True, checkpoint
+    if checkpoint is not None:
+        check_same_start(checkpoint, config)
+    start = checkpoint.step if checkpoint else 0
+    run_dir.truncate_after(start if checkpoint else -1)
+    store.clean_partial()
+    store.drop_newer_than(start)
+    write_atomic(run_dir.config, dump_yaml(config))
+    run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
+    return False, checkpoint
+
+
 def _train(config: Config, placed: Config, console: Console, reward: Callable[..., Any] | None) -> None:
     """``placed``: with folders in place of checkpoints, for whoever loads a model."""
     inputs = Inputs.load(placed, reward)
@@ -101,22 +123,13 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
     run_dir = RunDir(config.run_dir)
     with run_dir.create().lock():
         store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
-        checkpoint = find_checkpoint(config, store, run_dir)
-        if checkpoint is not None and checkpoint.step >= total_steps:
-            say_finished(console, run_dir, checkpoint.step, total_steps)
+        finished, checkpoint = take_up(config, run_dir, store, total_steps, console)
+        if finished:
             return
-        if checkpoint is not None:
-            check_same_start(checkpoint, config)
-        start = checkpoint.step if checkpoint else 0
-        run_dir.truncate_after(start if checkpoint else -1)
-        store.clean_partial()
-        store.drop_newer_than(start)
-        write_atomic(run_dir.config, dump_yaml(config))
-        run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
         write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
         _describe(console, config, inputs, total_steps)
         timer = StepTimer()
-        resumed_from = start if checkpoint else None
+        resumed_from = checkpoint.step if checkpoint else None
         tracked = TrackerContext(run_dir, total_steps, resumed_from, console, timer, config.trainer.log_val_generations)
         state = TrainerState.fresh(config, inputs.loader)
         with (

@@ -15,7 +15,7 @@ from verl.algorithms.schedules import learning_rate
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.threads import worker_threads
 from verl.cluster.worker import choose_device
-from verl.config import RewardModelTrainingConfig, SupervisedConfig, dump_yaml
+from verl.config import RewardModelTrainingConfig, SupervisedConfig
 from verl.data.examples import ExampleDataset, load_conversations, load_pairs
 from verl.data.loader import PromptLoader, iterate_once
 from verl.data.samplers import EpochSampler
@@ -32,13 +32,13 @@ from verl.models.loading import (
 )
 from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
-from verl.run_dir import RunDir, write_atomic
+from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import due
-from verl.trainer.run import find_checkpoint, say_finished, stop_noted, write_skipped
-from verl.trainer.run_models import check_same_start, opened, pinned
+from verl.trainer.run import stop_noted, take_up, write_skipped
+from verl.trainer.run_models import opened, pinned
 from verl.trainer.state import STATE_NAME
 from verl.trainer.timer import StepTimer
 from verl.training.micro_batches import Limits
@@ -162,23 +162,14 @@ def _train(config: SupervisedConfig, placed: SupervisedConfig, console: Console)
     run_dir = RunDir(config.run_dir)
     with run_dir.create().lock():
         store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
-        checkpoint = find_checkpoint(config, store, run_dir)
-        if checkpoint is not None and checkpoint.step >= total_steps:
-            say_finished(console, run_dir, checkpoint.step, total_steps)
+        finished, checkpoint = take_up(config, run_dir, store, total_steps, console)
+        if finished:
             return
-        if checkpoint is not None:
-            check_same_start(checkpoint, config)
-        start = checkpoint.step if checkpoint else 0
-        run_dir.truncate_after(start if checkpoint else -1)
-        store.clean_partial()
-        store.drop_newer_than(start)
-        write_atomic(run_dir.config, dump_yaml(config))
-        run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
         write_skipped(run_dir, {"train": training, "val": validation})
         _describe(console, config, training, validation, total_steps)
         timer = StepTimer()
         hf_model, model = load_model(placed)
-        tracked = TrackerContext(run_dir, total_steps, start if checkpoint else None, console, timer, 0)
+        tracked = TrackerContext(run_dir, total_steps, checkpoint.step if checkpoint else None, console, timer, 0)
         tracker = build_tracker(config.trainer.logger, tracked)
         loop = SupervisedLoop(
             placed, config.model.path, total_steps, hf_model, model, loader, validation, run_dir, store, tracker, timer
