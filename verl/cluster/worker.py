@@ -86,7 +86,7 @@ class Worker:
         self._engine = EmbeddedEngine(
             policy,
             self._tokenizer,
-            EngineLimits.of_run(config.rollout, config.data),
+            EngineLimits.of_run(config.rollout, config.data, self._ranks.size),
             stop_ids(config.model.path, self._tokenizer),
         )
         self._critic = self._load_critic(dtype, device) if config.uses_critic else None

@@ -48,6 +48,7 @@ class EngineLimits:
             kind, but no more than half of what is free.
         longest: tokens of the longest prompt and response together, where that is known.
         prefix_cache: blocks of prompts stay for later requests with the same beginning, until the weights change.
+        engines: that share this machine's main memory.
     """
 
     max_num_seqs: int = 64
@@ -55,12 +56,13 @@ class EngineLimits:
     kv_cache_gb: float | None = None
     longest: int | None = None
     prefix_cache: bool = False
+    engines: int = 1
 
     @classmethod
-    def of_run(cls, rollout: RolloutConfig, data: DataConfig) -> EngineLimits:
+    def of_run(cls, rollout: RolloutConfig, data: DataConfig, engines: int = 1) -> EngineLimits:
         longest = data.max_prompt_length + data.max_response_length
         sizes = rollout.max_num_seqs, rollout.max_num_batched_tokens, rollout.kv_cache_gb
-        return cls(*sizes, longest, rollout.enable_prefix_caching)
+        return cls(*sizes, longest, rollout.enable_prefix_caching, engines)
 
 
 class EmbeddedEngine:
@@ -231,6 +233,8 @@ def _make_pool(policy: PolicyModel, limits: EngineLimits, longest: int) -> KVPoo
     pool = KVPool(layers, *policy.key_shape, policy.model.get_output_embeddings().weight.dtype, device)
     one = blocks_for(longest, KEY_BLOCK)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (free_memory(), total_memory())
+    if device.type != "cuda":
+        free, total = free // limits.engines, total // limits.engines
     if limits.kv_cache_gb is None:
         pool.blocks = max(one, min(one * limits.max_num_seqs, int(POOL_SHARE * free) // pool.block_bytes))
         return pool
