@@ -140,6 +140,10 @@ def test_entries_are_checked_with_the_configuration(functions, said):
     assert said in str(caught.value)
     with pytest.raises(ConfigError, match="beside them"):
         load_config(None, [*base, "reward.functions={a: {rule: gsm8k}}", "reward.rule=boxed"])
+    unweighted = [*base, "reward.functions={a: {rule: gsm8k, weight: 0}}"]
+    with pytest.raises(ConfigError, match="the weight of each is 0"):
+        load_config(None, unweighted)
+    load_config(None, [*unweighted, "reward.model.path=judge"])  # that one's score is the reward
 
 
 def test_one_setting_of_one_entry_from_the_command_line():

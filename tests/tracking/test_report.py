@@ -232,6 +232,10 @@ def test_warnings_name_counts_steps_and_subjects() -> None:
         "Worker died 2 times (steps 7, 9): rollout 1, rollout 2",
         'Tracker failed: tensorboard, {"error": "disk"}',
     ]
+    assert report_health.skipped_updates(lines) == [
+        "Optimizer steps of the actor skipped, the gradient was not finite: 1 (step 12)"
+    ]
+    assert report_health.skipped_updates([{"step": 1, "train/skipped_steps": 1.0}])
     marks = {(mark["step"], mark["kind"]): mark["text"] for mark in report_health.marks(events)}
     assert marks[7, "trouble"] == "worker died: rollout 1" and (12, "trouble") in marks
     assert report_health.warnings([{"step": 1, "reward/failed": 0.0}], [START, event("finished", 1)]) == []

@@ -178,6 +178,9 @@ def test_the_summary_in_words(tmp_path: Path) -> None:
     assert said(0.0, 0.0, 1.0, 0.5) == "reward: 0.000 (first 2 steps) -> 0.750 (last 2)"
     assert said(None, None) == "reward: no response was scored, so nothing was trained"
     assert said() == f"report: {tmp_path / 'r.html'}"
+    left_out = [{"step": 1, "critic/score/mean": 0.0, "actor/skipped_steps": 2.0}]
+    words = str(api.RunResult(left_out, summarize(left_out), tmp_path, tmp_path / "r.html", None))
+    assert "Optimizer steps of the actor skipped, the gradient was not finite: 2 (step 1)" in words
 
 
 def test_what_fails_in_training_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

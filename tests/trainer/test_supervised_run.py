@@ -133,6 +133,12 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert "This run is finished" in go(config_in(files, tiny_model_dir, stopped, kind))
 
 
+def test_steps_that_were_left_out_are_told(files: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    more = {"optim.lr": 1e9, "optim.lr_scheduler_type": "constant", "optim.lr_warmup_steps": 0, "trainer.save_freq": -1}
+    screen = go(config_in(files, tiny_model_dir, tmp_path / "run", **more))
+    assert "Optimizer steps skipped, the gradient was not finite: 4 (steps 2 to 5)" in screen
+
+
 def test_the_export_is_the_trained_model(files: Path, sft_run: tuple[Path, str], tmp_path: Path) -> None:
     run, _ = sft_run
     folder = export_hf(CheckpointStore(run / "checkpoints").open(STEPS), tmp_path / "model", "float32")

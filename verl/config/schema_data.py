@@ -478,6 +478,11 @@ class RewardConfig(Section):
                 "has functions, and rule, custom_reward_function.path or reward_kwargs beside them",
                 "make what stands there an entry of reward.functions",
             )
+        judged = self.model.path is not None or self.judge.base_url is not None
+        if self.functions and not judged and all(part.weight == 0 for part in self.parts.values()):
+            raise FieldProblem(
+                "has functions, and the weight of each is 0: nothing would be trained", "give one of them a weight"
+            )
         return self
 
     @property

@@ -20,6 +20,7 @@ _COUNTERS = {
     "reward/invalid": "Responses not scored, the reward function returned no usable number",
     "actor/skipped_steps": "Optimizer steps of the actor skipped, the gradient was not finite",
     "critic/skipped_steps": "Optimizer steps of the critic skipped, the gradient was not finite",
+    "train/skipped_steps": "Optimizer steps skipped, the gradient was not finite",
 }
 
 
@@ -62,6 +63,11 @@ def warnings(steps: Sequence[dict[str, Any]], events: Sequence[EventRecord]) -> 
     return [*_stopped(events), *_from_counters(steps), *_not_finite(steps), *_from_events(events, steps)]
 
 
+def skipped_updates(steps: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each role that left out optimizer steps; without one, what the run learnt is not in doubt."""
+    return _from_counters(steps, [name for name in _COUNTERS if name.endswith("/skipped_steps")])
+
+
 def _stopped(events: Sequence[EventRecord]) -> list[str]:
     last = next((event for event in reversed(events) if event.kind in LIFE), None)
     if last is None or last.kind != "stopped":
@@ -70,12 +76,12 @@ def _stopped(events: Sequence[EventRecord]) -> list[str]:
     return [f"The run stopped{after}: {_text(last.detail) or 'no reason noted'}"]
 
 
-def _from_counters(steps: Sequence[dict[str, Any]]) -> list[str]:
+def _from_counters(steps: Sequence[dict[str, Any]], counters: Iterable[str] = _COUNTERS) -> list[str]:
     found = []
-    for name, text in _COUNTERS.items():
+    for name in counters:
         counts = {line["step"]: value for line in steps if (value := names.number(line, name))}
         if counts:
-            found.append(f"{text}: {sum(counts.values()):g} ({_steps(list(counts))})")
+            found.append(f"{_COUNTERS[name]}: {sum(counts.values()):g} ({_steps(list(counts))})")
     return found
 
 

@@ -68,6 +68,8 @@ class RunResult:
         return export_hf(CheckpointStore(self.checkpoint.parent).open(self.checkpoint), Path(to), dtype)
 
     def __str__(self) -> str:
+        from verl.tracking.report_health import skipped_updates
+
         s, lines = self.summary, []
         if s.reward_first is not None:
             first, last = (f"first {s.window} steps", f"last {s.window}") if s.window > 1 else ("first step", "last")
@@ -77,7 +79,7 @@ class RunResult:
         if s.val_first is not None and s.val_last_step != s.val_first_step:
             ends = f"(step {s.val_first_step}) -> {s.val_last:.3f} (step {s.val_last_step})"
             lines.append(f"held-out: {s.val_first:.3f} {ends}")
-        return "\n".join([*lines, f"report: {self.report}"])
+        return "\n".join([*lines, *skipped_updates(self.metrics), f"report: {self.report}"])
 
 
 class Trainer:

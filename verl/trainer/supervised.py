@@ -34,6 +34,7 @@ from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.tracking.report import write_report
+from verl.tracking.report_health import skipped_updates
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import due
@@ -262,11 +263,12 @@ def _describe(
 
 def closing_words(run_dir: RunDir) -> str:
     """How the run went, in a few lines."""
-    s, lines = summarize(read_metrics(run_dir)[0]), []
+    steps = read_metrics(run_dir)[0]
+    s, lines = summarize(steps), []
     if s.loss_first is not None:
         first, last = (f"first {s.window} steps", f"last {s.window}") if s.window > 1 else ("first step", "last")
         lines.append(f"loss: {s.loss_first:.4f} ({first}) -> {s.loss_last:.4f} ({last})")
     if s.val_first is not None and s.val_last_step != s.val_first_step:
         ends = f"(step {s.val_first_step}) -> {s.val_last:.4f} (step {s.val_last_step})"
         lines.append(f"held-out: {s.val_first:.4f} {ends}")
-    return "\n".join([*lines, f"report: {run_dir.report}"])
+    return "\n".join([*lines, *skipped_updates(steps), f"report: {run_dir.report}"])
