@@ -187,6 +187,10 @@ def test_a_dataset_is_known_by_its_content(tmp_path: Path) -> None:
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 
+def said(user: str, assistant: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
 def test_a_pair_shares_what_it_begins_with(tmp_path: Path) -> None:
     found = pairs(write(tmp_path, [{"prompt": "q", "chosen": "yes", "rejected": "yea", "m": 0.5}]), margin_key="m")
     assert found.prompts[0] == found.prompts[1] == [USER, ord("q"), ASSISTANT, *b"ye"]
@@ -218,6 +222,7 @@ def test_layouts_of_pairs_mean_the_same(tmp_path: Path) -> None:
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "the value in column 'rejected' is empty"),
         ({"chosen": "a", "rejected": "b"}, "do not begin with the same prompt"),
+        ({"chosen": said("x", "y"), "rejected": said("q", "z")}, "do not begin with the same prompt"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "m": "x"}, "the margin in column 'm' is 'x', not a number"),
         (
             {"chosen": [{"role": "user", "content": "q"}], "rejected": "b"},

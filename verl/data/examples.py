@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,15 +176,22 @@ def load_pairs(
 
         def make(values: dict[str, Any], location: str) -> Example:
             prompt = None if prompt_key is None else _checked(values.get(prompt_key), prompt_key, True)
-            sides = [
-                _side(renderer, prompt, _checked(values.get(name), name, True), location)
-                for name in (config.chosen_key, config.rejected_key)
-            ]
+            texts = [_checked(values.get(name), name, True) for name in (config.chosen_key, config.rejected_key)]
+            sides = [_side(renderer, prompt, text, location) for text in texts]
+            if prompt is None and len({str(_opening(text)) for text in texts}) == 2:
+                raise UnusableError("chosen and rejected do not begin with the same prompt")
             return pair_example(sides[0], sides[1], _margin(values, config.margin_key), config)
 
         return make
 
     return _load(files, config, of_columns, per_example=2, key=key)
+
+
+def _opening(conversation: Any) -> list[Any] | None:
+    """What a list of messages says before the assistant does; a chat template makes the first tokens equal anyway."""
+    if isinstance(conversation, str):
+        return None
+    return [(m.get("role"), m.get("content")) for m in takewhile(lambda m: m.get("role") != "assistant", conversation)]
 
 
 def sft_example(conversation: Conversation, config: SupervisedDataConfig) -> Example:
