@@ -344,6 +344,21 @@ def test_pause_holds_everything_and_resume_goes_on() -> None:
     same_results(found | run(engine), expected, policy)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small steps run on one thread; on all of them they give the same."""
+    policy = random_policy("llama", dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone = run_all(make_engine(policy, 16), mixed_requests())
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr("verl.rollout.embedded.ONE_THREAD", 0)
+        same_results(run_all(make_engine(policy, 16), mixed_requests()), alone, policy)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_paused_engine_is_not_waited_for() -> None:
     engine = make_engine(markov_policy(SUCCESSOR))
     engine.pause()
