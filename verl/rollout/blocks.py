@@ -101,11 +101,6 @@ class BlockManager:
             found.append(block)
         return found
 
-    def free_unused(self) -> None:
-        """Give up every block that nobody uses."""
-        while self._unused:
-            self._release_one(self._unused.popitem()[0])
-
     def _release_one(self, block: int) -> None:
         key = self._key.pop(block, None)
         if key is not None:
