@@ -248,3 +248,20 @@ def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPat
     environment = worker_environment(3)
     assert {environment[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
     assert environment["MKL_CBWR"] == "AUTO,STRICT"  # without it rows of a float32 matmul depend on their number
+
+
+@pytest.mark.parametrize("failing", ["check_parity", "load_causal_lm"])  # after and before the scorer is there
+def test_a_failed_set_up_leaves_no_reward_process(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise ConfigError("the machine is on fire")
+
+    closed: list[object] = []
+    monkeypatch.setattr(f"verl.cluster.worker.{failing}", fail)
+    if failing == "load_causal_lm":
+        monkeypatch.setattr(Worker._load, "__defaults__", (fail,))
+    monkeypatch.setattr("verl.rewards.scorer.RuleScorer.close", lambda scorer: closed.append(scorer))
+    with pytest.raises(ConfigError, match="on fire"), start_workers(config_of(tiny_model_dir), print):
+        pass
+    assert len(closed) == (failing == "check_parity")

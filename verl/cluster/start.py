@@ -30,9 +30,8 @@ def start_workers(config: Config, report: Report, reward: Callable[..., Any] | N
         from verl.cluster.worker import Worker
 
         worker = Worker(config, reward)
-        parity = worker.setup()
         try:
-            yield _roles(worker, config, parity, report)
+            yield _roles(worker, config, worker.setup(), report)
         finally:
             worker.close()
         return

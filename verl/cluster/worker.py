@@ -59,6 +59,7 @@ class Worker:
     ) -> None:
         self._config, self._reward, self._meeting = config, reward, meeting
         self._ranks = Ranks(rank, config.ranks or 1, balance=config.trainer.balance_batch)
+        self._scorer: RuleScorer | None = None
 
     def setup(self) -> ParityReport:
         """Load the models and check the engine against the trainer on this machine."""
@@ -155,11 +156,13 @@ class Worker:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
     def score(self, batch: DataProto) -> DataProto:
+        assert self._scorer is not None
         return self._scorer.score(batch)
 
     def close(self) -> None:
         """End the processes that this one started."""
-        self._scorer.close()
+        if self._scorer is not None:
+            self._scorer.close()
 
     # process and update --------------------------------------------------------------------------------------------
 
