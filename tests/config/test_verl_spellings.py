@@ -203,7 +203,6 @@ def test_an_older_micro_batch_size_that_does_not_fit(overrides, complaint, value
         ("rollout.logit_bias.5=1", "the model's own distribution"),
         ("rollout.min_tokens=3", "the model's own distribution"),
         ("rollout.min_new_tokens=3", "the model's own distribution"),
-        ("trainer.mode=async", "schedules other than sync are not supported yet"),
     ],
 )
 def test_what_is_not_built_is_refused_not_dropped(override, complaint):

@@ -19,6 +19,7 @@ from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.run_dir import RunDir
 from verl.trainer import loop
 from verl.trainer.run import train
+from verl.trainer.sampling import Sampler
 from verl.trainer.state import TrainerState
 
 STEPS = 5
@@ -36,7 +37,9 @@ PPO = {
         "optim": {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2},
     },
 }
+AHEAD = {"trainer": {"mode": "one_step_off"}, "algorithm": {"filter_groups": {"enable": True}}}
 GRPO = {"actor": {"use_kl_loss": True, "ppo_mini_batch_size": 2}, "model": {"dtype": "bfloat16"}}
+KINDS = {"ppo": PPO, "grpo": GRPO, "ahead": AHEAD}
 
 
 def config_in(folder: Path, model: Path, settings: dict[str, Any], run: str, **trainer: Any) -> Config:
@@ -86,9 +89,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, a
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[dict[str, Path]]:
-    """Folders in which an uninterrupted run lies, for both settings."""
+    """Folders in which an uninterrupted run lies, for all settings."""
     folders = {}
-    for name, settings in (("ppo", PPO), ("grpo", GRPO)):
+    for name, settings in KINDS.items():
         folders[name] = tmp_path_factory.mktemp(name)
         go(config_in(folders[name], tiny_model_dir, settings, "whole"))
     yield folders
@@ -97,7 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Ite
 @pytest.mark.parametrize(
     ("owner", "name", "call", "after"),
     [
-        (loop, "rollout", 2, True),  # before the first checkpoint: starts anew
+        (Sampler, "assemble", 3, True),  # before the first checkpoint: starts anew
         (loop, "update", 3, True),  # weights ahead of the checkpoint
         (TrainerState, "save", 2, False),  # the step is written down, its checkpoint is not
         (TrainerState, "save", 1, True),  # the checkpoint is there, nothing after it
@@ -106,7 +109,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Ite
     ],
     ids=["rollout", "update", "before-saving", "after-saving", "after-the-last-saving", "validation"],
 )
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_law_4_stopped_anywhere(
     whole: dict[str, Path],
     tiny_model_dir: Path,
@@ -119,7 +122,7 @@ def test_law_4_stopped_anywhere(
 ) -> None:
     folder = whole[kind]
     run = f"{name}-{call}-{after}"
-    config = config_in(folder, tiny_model_dir, PPO if kind == "ppo" else GRPO, run)
+    config = config_in(folder, tiny_model_dir, KINDS[kind], run)
     with monkeypatch.context() as patch:
         kill_at(patch, owner, name, call, after)
         with pytest.raises(Killed):
@@ -127,7 +130,7 @@ def test_law_4_stopped_anywhere(
     said = go(config)
     if name == "save" and call == 3:
         assert f"This run is finished: step {STEPS} of {STEPS}" in said
-    elif (name, call) != ("rollout", 2):
+    elif (name, call) != ("assemble", 3):
         assert f"going on from {folder / run}/checkpoints/step_00000" in said
     assert_same_run(folder / "whole", folder / run, STEPS)
     samples = [sorted(p.name for p in RunDir(folder / r).samples_dir.iterdir()) for r in ("whole", run)]

@@ -23,6 +23,7 @@ from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.trainer.loop import TrainingLoop, due
 from verl.trainer.sampling import Sampler
+from verl.trainer.sources import Feed, source_of
 from verl.trainer.stages import process, rollout, update
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
@@ -318,12 +319,13 @@ def trainer_of(config: Config, tmp_path: Path, total_steps: int = 10) -> Trainin
     loader = PromptLoader(PromptDataset.load(config.data.train_files, config.data, tokenizer), 4)
     sampler = Sampler(config.training_sampling, config, tokenizer)
     nothing: Any = None
+    roles, state = stub_roles(), TrainerState.fresh(config, loader)
     return TrainingLoop(
         config=config,
         total_steps=total_steps,
-        roles=stub_roles(),
-        state=TrainerState.fresh(config, loader),
-        train_sampler=sampler,
+        roles=roles,
+        state=state,
+        source=source_of(Feed(config, roles, state, sampler, StepTimer(), total_steps)),
         val_sampler=sampler,
         validation=None,
         run_dir=RunDir(tmp_path / "run"),

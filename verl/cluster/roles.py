@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from verl.algorithms.aggregation import Denominators
@@ -73,9 +73,49 @@ class Scorer:
         return self.worker.score(batch)
 
 
+class Rollout(Protocol):
+    """Samples responses.
+
+    Attributes:
+        apart: it has processes of its own, which sample while the others compute.
+    """
+
+    apart: bool
+
+    def generate(self, requests: list[Request]) -> list[Result]:
+        """All of them, in their order."""
+        ...
+
+    def submit(self, requests: list[Request]) -> None:
+        """To be answered by :meth:`finished`."""
+        ...
+
+    def finished(self) -> list[Result]:
+        """What has finished of the submitted requests, in any order; waits until there is something."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """Sample from the actor's present weights from now on."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+
 @dataclass(frozen=True)
-class Rollout:
+class SharedRollout:
+    """The engine in the actor's own processes: who calls it waits, and nothing else happens meanwhile."""
+
     worker: WorkerCalls
+    apart = False
+    _submitted: list[Request] = field(default_factory=list)
+
+    def submit(self, requests: list[Request]) -> None:
+        self._submitted.extend(requests)
+
+    def finished(self) -> list[Result]:
+        requests = list(self._submitted)
+        self._submitted.clear()
+        return self.generate(requests)
 
     def generate(self, requests: list[Request]) -> list[Result]:
         return self.worker.generate(requests)
@@ -106,7 +146,7 @@ class Roles:
     def in_one_worker(cls, worker: WorkerCalls, *, reference: bool, critic: bool, exact_rollout: bool) -> Roles:
         return cls(
             policy=Policy(worker),
-            rollout=Rollout(worker),
+            rollout=SharedRollout(worker),
             scorer=Scorer(worker),
             reference=Reference(worker) if reference else None,
             critic=Critic(worker) if critic else None,

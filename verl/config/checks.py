@@ -24,6 +24,7 @@ def check(config: Config) -> None:
         _kl,
         loss_checks.problems,
         _run,
+        _schedule,
     )
     raise_problems([problem for rule in rules for problem in rule(config)])
 
@@ -153,6 +154,25 @@ def _run(config: Config) -> Iterator[Problem]:
         )
 
 
+def _schedule(config: Config) -> Iterator[Problem]:
+    rollout, trainer = config.rollout, config.trainer
+    least, most = rollout.min_workers, rollout.max_workers
+    if least is not None and most is not None and least > most:
+        yield Problem(
+            "rollout.min_workers is more than rollout.max_workers",
+            f"{least} > {most}",
+            "raise the one or lower the other",
+        )
+    if trainer.mode != "async":
+        return
+    for key, on, why in (
+        ("data.drop_last=false", not config.data.drop_last, "batches must all have the same number of prompts"),
+        ("algorithm.filter_groups.enable=true", config.algorithm.filter_groups.enable, "it samples batch by batch"),
+    ):
+        if on:
+            yield Problem(f"{key} does not go with trainer.mode=async: {why}", None, "use trainer.mode=one_step_off")
+
+
 def notices(config: Config) -> list[str]:
     """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
     sections = (
@@ -240,6 +260,15 @@ def _trainer_notices(config: Config) -> Iterator[str]:
         )
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield (f"trainer.resume_from_path has no effect: trainer.resume_mode is {trainer.resume_mode}, not resume_path")
+    if trainer.mode != "async":
+        for name in ("max_staleness", "staleness_unit"):
+            if getattr(trainer, name) != type(trainer).model_fields[name].default:
+                yield f"trainer.{name} has no effect: trainer.mode is {trainer.mode}, not async"
+    if trainer.mode != "sync" and cluster.backend == "inline":
+        yield (
+            f"trainer.mode={trainer.mode} saves no time with cluster.backend=inline: one process samples and trains in "
+            "turns (what it computes is the same as over Ray)"
+        )
     if config.ranks == 1 and not trainer.balance_batch:
         yield "trainer.balance_batch=false has no effect: there is one rank"
     if cluster.backend == "inline" and cluster.address is not None:

@@ -187,7 +187,6 @@ NOT_YET = (
     *(NotYet(f"rollout.{name}", (0, 0.0, None), _LAW, _LAW_FIX)
       for name in ("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "min_new_tokens")),
     NotYet("rollout.logit_bias.*", (None, {}), _LAW, _LAW_FIX),
-    NotYet("trainer.mode", ("sync",), "schedules other than sync are not supported yet"),
     NotYet("async_training.*", (), "asynchronous training is not supported yet"),
     NotYet("trainer.val_only", (False, None), "validation without training is not supported yet"),
     NotYet("data.datagen.path", (None,), "generating data while training is not supported yet"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -37,6 +37,18 @@ class Config(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Processes and machines.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_stale_responses(cls, tree: Any) -> Any:
+        """Off policy by design, unless the user says what to do about it: truncated importance sampling."""
+        trainer = tree.get("trainer") if isinstance(tree, dict) else None
+        if not isinstance(trainer, dict) or not _off_policy(trainer.get("mode"), trainer.get("max_staleness", 1)):
+            return tree
+        algorithm = tree.get("algorithm") or {}
+        if not isinstance(algorithm, dict) or "rollout_correction" in algorithm:
+            return tree
+        return tree | {"algorithm": algorithm | {"rollout_correction": {"rollout_is": "token"}}}
+
     @model_validator(mode="after")
     def _rules_between_fields(self) -> Self:
         checks.check(self)
@@ -55,6 +67,11 @@ class Config(Section):
     def uses_critic(self) -> bool:
         """Whether a value model is trained."""
         return self.algorithm.uses_critic
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether weights older than the trainer's may have sampled what is trained on."""
+        return _off_policy(self.trainer.mode, self.trainer.max_staleness)
 
     @property
     def bootstraps(self) -> bool:
@@ -138,3 +155,7 @@ class Config(Section):
             return self.trainer.total_training_steps
         per_epoch = num_prompts // batch if self.data.drop_last else -(-num_prompts // batch)
         return per_epoch * self.trainer.total_epochs
+
+
+def _off_policy(mode: Any, max_staleness: Any) -> bool:
+    return mode == "one_step_off" or (mode == "async" and max_staleness != 0)

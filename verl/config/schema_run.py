@@ -130,6 +130,23 @@ class RolloutConfig(Section):
         "kind, but no more than half of what is free. Where it is full, the youngest response waits and is computed "
         "again.",
     )
+    partial: bool = Field(
+        True,
+        description="trainer.mode=async: responses under way when weights change go on under the new ones; false: a "
+        "worker takes new weights when those that it has begun are finished.",
+    )
+    worker_timeout: Seconds = Field(
+        300.0,
+        gt=0,
+        description="Rollout workers of their own: seconds of silence after which one counts as hanging, is ended and "
+        "replaced.",
+    )
+    min_workers: Annotated[int, Unit("workers")] | None = Field(
+        None, ge=1, description="Rollout workers of their own: never fewer than this; null: as many as at the start."
+    )
+    max_workers: Annotated[int, Unit("workers")] | None = Field(
+        None, ge=1, description="Rollout workers of their own: never more than this; null: as many as at the start."
+    )
     enable_prefix_caching: bool = Field(
         False,
         description="Keep the keys and values of prompts for later prompts with the same beginning, until the weights "
@@ -299,6 +316,19 @@ class TrainerConfig(Section):
 
     acts_in: ClassVar[str] = "the training loop"
 
+    mode: Literal["sync", "one_step_off", "async"] = Field(
+        "sync",
+        description="sync: rollout, process and update take turns; one_step_off: the next step's responses are sampled "
+        "while this step trains; async: sampling never stops, and no response older than max_staleness trains.",
+    )
+    max_staleness: Annotated[int, Unit("weight versions")] = Field(
+        1, ge=0, description="async: most updates between a response's oldest token and its training; 0: as sync."
+    )
+    staleness_unit: Literal["sample", "token"] = Field(
+        "sample",
+        description="async: sample: a response with a token over max_staleness is dropped, and its prompt sampled "
+        "again with the others of its group; token: only such tokens are masked.",
+    )
     logger: StringList = Field(
         default_factory=lambda: ["console"],
         description="Where metrics go, beside the run's own files: console, tensorboard; wandb and other services that "

@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from verl.errors import DataError
 from verl.protocol import assembly, disk, routing, wire
 from verl.protocol.columns import copy_column, copy_meta, same, to_column, union_meta
+from verl.protocol.files import read_tree
 from verl.protocol.indexing import is_single, resolve_row, resolve_rows
 
 AUTO_PADDING_KEY = "_verl_auto_padding"
@@ -377,8 +378,16 @@ class DataProto:
     @classmethod
     def load_from_disk(cls, path: str | Path) -> DataProto:
         """Read a file of ``save_to_disk``. Raises DataError naming a missing, cut, damaged or foreign file."""
-        tensors, columns, meta, batch_size = disk.load(Path(path))
-        return cls._assemble(tensors, columns, meta, batch_size)
+        return cls.from_tree(read_tree(Path(path)), str(path))
+
+    def to_tree(self) -> dict[str, Any]:
+        """Its parts as a tree that checkpoints hold among others."""
+        return disk.to_tree(self)
+
+    @classmethod
+    def from_tree(cls, tree: Any, where: str = "a checkpoint") -> DataProto:
+        """Of :meth:`to_tree`. Raises DataError where it is something else."""
+        return cls._assemble(*disk.parts_of(tree, where))
 
     def _meta_copy(self) -> dict[str, Any]:
         return copy_meta(self.meta_info)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from verl.algorithms.advantages import outcome_scores
-from verl.algorithms.metric import Metric, mean_metric, spread_metrics
+from verl.algorithms.metric import Metric, max_metric, mean_metric, spread_metrics
 from verl.protocol import DataProto
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
 from verl.trainer.advantages import cut_rows
@@ -50,6 +50,15 @@ def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]
     for name, count in counts.items():
         metrics[name] = Metric(float(count), 1.0, "sum")
     return metrics
+
+
+def staleness_metrics(batch: DataProto, version: int) -> dict[str, Metric]:
+    """``training/staleness/{mean, max}``: updates since the oldest token of each response, when its training began."""
+    staleness = (version - batch.tensors["policy_version"]).double()
+    return {
+        "training/staleness/mean": mean_metric(staleness),
+        "training/staleness/max": max_metric(staleness),
+    }
 
 
 def cost_metrics(batch: DataProto, timings: dict[str, float], peak_memory_gb: float) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.schedules import learning_rate, moving_values
@@ -15,11 +15,11 @@ from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.samples import SampleWriter, Split, rows_from_batch
 from verl.tracking.trackers import Tracker
-from verl.trainer.batch_metrics import batch_metrics, cost_metrics
+from verl.trainer.batch_metrics import batch_metrics, cost_metrics, staleness_metrics
 from verl.trainer.evaluation import evaluate
-from verl.trainer.group_filter import filtered_rollout
 from verl.trainer.sampling import Sampler
-from verl.trainer.stages import process, rollout, update
+from verl.trainer.sources import Source
+from verl.trainer.stages import process, update
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
 
@@ -30,7 +30,8 @@ class TrainingLoop:
 
     Attributes:
         total_steps: training steps of the whole run.
-        train_sampler, val_sampler: how responses are sampled.
+        source: gives each step its batch.
+        val_sampler: how responses are sampled in validation.
         validation: held-out prompts; None: no validation.
         state: where the run is; :meth:`fit` goes on from there.
     """
@@ -39,7 +40,7 @@ class TrainingLoop:
     total_steps: int
     roles: Roles
     state: TrainerState
-    train_sampler: Sampler
+    source: Source
     val_sampler: Sampler
     validation: PromptDataset | None
     run_dir: RunDir
@@ -59,16 +60,14 @@ class TrainingLoop:
             with timer("step"):
                 now = state.scheduled(config, self.total_steps)
                 kl_coef = state.kl_coef.value(state.step, self.total_steps)
-                sampler = replace(self.train_sampler, max_new_tokens=state.cap.value)
-                if config.algorithm.filter_groups.enable:
-                    batch = filtered_rollout(state.loader.next_batch, roles, sampler, config, timer, state.learn)
-                else:
-                    batch = rollout(state.loader.next_batch(), roles, sampler, timer)
-                    state.learn(batch)
+                batch = self.source.next()
                 batch, found = process(batch, roles, now, kl_coef, timer, state.shaper)
                 trained = update(batch, roles, now, self.learning_rates(), state.step, timer)
+                self.source.settle()
                 with timer("update_weights"):
                     roles.rollout.publish(state.step + 1)
+                self.source.published()
+            found |= staleness_metrics(batch, state.step)
             numbers = reduce_metrics(batch_metrics(batch, config.data.max_prompt_length) | found | trained)
             state.observe(numbers, len(batch))
             numbers |= state.cap.advance()
@@ -88,7 +87,7 @@ class TrainingLoop:
             # seconds are logged with the next step.
             if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
                 with timer("save_checkpoint"):
-                    state.save(self.store, roles, config)
+                    state.save(self.store, roles, config, self.source.state_dict())
             if measured:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
 
@@ -111,7 +110,7 @@ class TrainingLoop:
 
     def write_samples(self, split: Split, batches: list[DataProto]) -> None:
         """Sample rows of a stage into the step's file: of the training step just done, or of a validation."""
-        tokenizer = self.train_sampler.tokenizer
+        tokenizer = self.val_sampler.tokenizer
         rows = [row for batch in batches for row in rows_from_batch(batch, split, tokenizer.decode)]
         step = self.state.step + (split == "train")
         self.tracker.attempt("samples", lambda: SampleWriter(self.run_dir).write(step, split, rows), step)

@@ -32,6 +32,7 @@ from verl.tracking.trackers import TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import TrainingLoop
 from verl.trainer.run_models import check_same_start, opened, pinned
 from verl.trainer.sampling import Sampler
+from verl.trainer.sources import Feed, source_of
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
 
@@ -137,12 +138,14 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
             build_tracker(config.trainer.logger, tracked) as tracker,
             _started(placed, console, reward, timer) as roles,
         ):
+            sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
+            source = source_of(Feed(config, roles, state, sampler, timer, total_steps))
             loop = TrainingLoop(
                 config=config,
                 total_steps=total_steps,
                 roles=roles,
                 state=state,
-                train_sampler=Sampler(config.training_sampling, config, inputs.tokenizer),
+                source=source,
                 val_sampler=Sampler(config.validation_sampling, config, inputs.tokenizer),
                 validation=inputs.validation,
                 run_dir=run_dir,
@@ -151,7 +154,7 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
                 timer=timer,
             )
             if checkpoint is not None:
-                state.restore(checkpoint, roles)
+                source.load_state_dict(state.restore(checkpoint, roles))
                 console.print(f"going on from {checkpoint.path}", soft_wrap=True)
             try:
                 loop.fit()

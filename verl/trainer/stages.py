@@ -25,14 +25,18 @@ from verl.trainer.timer import StepTimer
 
 
 def rollout(prompts: DataProto, roles: Roles, sampler: Sampler, timer: StepTimer) -> DataProto:
-    """Sample the responses of these prompts and score them.
+    """Sample the responses of these prompts and score them, as :func:`scored` says."""
+    with timer("gen"):
+        results = roles.rollout.generate(sampler.requests(prompts))
+    return scored(sampler.assemble(prompts, results), roles, sampler, timer)
+
+
+def scored(batch: DataProto, roles: Roles, sampler: Sampler, timer: StepTimer) -> DataProto:
+    """A batch of responses with its scores.
 
     Rows that no reward function could score train nothing: their response mask is cleared. Greedy baselines become
     columns of the rows of their prompt.
     """
-    with timer("gen"):
-        results = roles.rollout.generate(sampler.requests(prompts))
-        batch = sampler.assemble(prompts, results)
     with timer("reward"):
         scores = roles.scorer.score(batch)
         batch = batch.union(scores)
@@ -113,11 +117,11 @@ def reference_columns(batch: DataProto, reference: Reference, config: Config) ->
 
 
 def needs_old_log_probs(config: Config, roles: Roles) -> bool:
-    """In bypass mode the engine's are the old ones, whatever the difference."""
+    """In bypass mode the engine's are the old ones, whatever the difference; stale ones are not the trainer's."""
     choice = config.actor.recompute_old_log_probs
     if config.algorithm.rollout_correction.bypass_mode:
         return False
-    return choice == "always" or (choice == "auto" and not roles.exact_rollout)
+    return choice == "always" or (choice == "auto" and (config.off_policy or not roles.exact_rollout))
 
 
 def update(

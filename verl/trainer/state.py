@@ -74,8 +74,12 @@ class TrainerState:
             if schedule.metric is not None and schedule.metric in numbers:
                 schedule.update(numbers[schedule.metric], samples)
 
-    def save(self, store: CheckpointStore, roles: Roles, config: Config) -> None:
-        """Write ``checkpoints/step_…`` with models, optimizers and this state: complete, or not there at all."""
+    def save(self, store: CheckpointStore, roles: Roles, config: Config, source: dict[str, Any]) -> None:
+        """Write ``checkpoints/step_…`` with models, optimizers and this state: complete, or not there at all.
+
+        Args:
+            source: what is sampled ahead.
+        """
         with store.begin(self.step) as pending:
             roles.save(str(pending.path.absolute()))  # a worker may stand in another folder
             tree: dict[str, Any] = {
@@ -84,13 +88,17 @@ class TrainerState:
                 "shaper": self.shaper.state_dict(),
                 "cap": self.cap.state_dict(),
                 "held": self.held,
+                "source": source,
                 "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             }
             pending.write_state(STATE_NAME, tree)
             pending.commit({"model": config.model.path, "reward_model": config.reward.model.path})
 
-    def restore(self, checkpoint: Checkpoint, roles: Roles) -> None:
+    def restore(self, checkpoint: Checkpoint, roles: Roles) -> dict[str, Any]:
         """Go on where the checkpoint was; parts that were not invented when it was written start fresh.
+
+        Returns:
+            What was sampled ahead.
 
         Raises:
             CheckpointError: it lacks what nothing can stand in for.
@@ -114,3 +122,4 @@ class TrainerState:
         for name, schedule in self.schedules.items():
             if name in tree["schedules"]:
                 schedule.load_state_dict(tree["schedules"][name])
+        return cast(dict[str, Any], tree.get("source", {}))

@@ -30,6 +30,11 @@ class StepTimer:
             self.running = outer
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
+    def add(self, other: StepTimer) -> None:
+        """The seconds of another one, whose parts ran beside these."""
+        for name, seconds in other.so_far().items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     def so_far(self) -> dict[str, float]:
         """Seconds by part since the last :meth:`flush`, of those that have ended."""
         return dict(self._seconds)

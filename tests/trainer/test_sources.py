@@ -1,0 +1,68 @@
+"""What differs between the modes, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage_cases import tiny_config
+from verl_process import computed
+
+from verl.config import load_config
+from verl.run_dir import RunDir
+from verl.trainer.run import train
+
+STEPS = 4
+
+
+def run_in(folder: Path, model: Path, name: str, trainer: dict[str, Any], lr: float = 1e-2, **settings: Any) -> Path:
+    from rich.console import Console
+
+    base = {"default_local_dir": str(folder / name), "total_training_steps": STEPS}
+    config = tiny_config(
+        folder,
+        model,
+        {"trainer": base | trainer, "actor": {"optim": {"lr": lr}}, "cluster": {"threads": 1}},
+        settings,
+    )
+    train(config, Console(quiet=True))
+    return folder / name
+
+
+def sample_files(run: Path) -> list[str]:
+    return [path.read_text() for path in sorted(RunDir(run).samples_dir.iterdir())]
+
+
+def test_one_step_off_trains_what_the_weights_before_sampled(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The same prompts as sync; with weights that stand still the same samples, with moving ones other ones."""
+    sync = run_in(tmp_path, tiny_model_dir, "sync", {}, lr=0.0)
+    still = run_in(tmp_path, tiny_model_dir, "still", {"mode": "one_step_off"}, lr=0.0)
+    scores = [[line["critic/score/mean"] for line in computed(run)] for run in (sync, still)]
+    assert scores[0] == scores[1] and len(set(scores[0])) > 1
+    moving = run_in(tmp_path, tiny_model_dir, "moving", {"mode": "one_step_off"})
+    lines = computed(moving)
+    assert [line["training/staleness/mean"] for line in lines] == [0, 1, 1, 1]
+    assert [line["training/staleness/max"] for line in computed(sync)] == [0, 0, 0, 0]
+    # Old log-probs are the trainer's own, the engine's difference from them is weighed.
+    assert lines[0]["training/rollout_probs_diff_max"] == 0 < lines[1]["training/rollout_probs_diff_max"]
+    assert all(line["actor/ppo_kl"] == 0 for line in lines)
+    assert lines[0]["rollout_corr/kl"] == 0 != lines[1]["rollout_corr/kl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ([], None),
+        (["trainer.mode=one_step_off"], "token"),
+        (["trainer.mode=async"], "token"),
+        (["trainer.mode=async", "trainer.max_staleness=0"], None),
+        (["trainer.mode=async", "algorithm.rollout_correction.rollout_is=null"], None),
+        (["trainer.mode=async", "algorithm.rollout_correction.rollout_is=sequence"], "sequence"),
+    ],
+)
+def test_stale_responses_are_weighed_unless_the_user_says_otherwise(overrides: list[str], found: str | None) -> None:
+    base = ["data.train_files=[train.parquet]", "model.path=tiny"]
+    config = load_config(None, [*base, *overrides]).config
+    assert config.algorithm.rollout_correction.rollout_is == found
+    assert config.off_policy == (overrides != [] and "trainer.max_staleness=0" not in overrides)
