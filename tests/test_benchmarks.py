@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -34,3 +35,32 @@ def test_it_prints_its_table(arguments: list[str], rows: list[str]) -> None:
     for name in rows:
         line = next(line for line in lines if line.startswith(name))
         assert max(float(word) for word in line.split() if word.replace(".", "").isdigit()) > 0, line
+
+
+def test_the_step_is_measured_beside_the_textbook(tmp_path: Path) -> None:
+    arguments = ["--quick", "--repeat", "1", "--json", tmp_path / "found.json", "--only", "verl", "naive", "ablation"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "step.py", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    ratios = found["ratios"]
+    assert list(ratios) == [
+        "vs_trl_step",
+        "vs_naive_step",
+        "vs_naive_ppo_step",
+        "vs_trl_memory",
+        "update_flops_share_bf16",
+        "update_flops_share_fp32",
+    ]
+    assert ratios["vs_naive_step"] == found["naive"]["seconds"] / found["verl"]["seconds"] > 0
+    assert ratios["vs_trl_step"] is None, "not asked for"
+    assert found["verl"]["memory_gb"] > 0.1
+    parts = found["verl"]["parts"]
+    assert 0 < sum(parts.values()) <= found["verl"]["seconds"]
+    assert found["ablation"].keys() >= {"nothing", "prefix sharing", "packing, prefix sharing"}
+    assert "without prefix sharing" in done.stdout
