@@ -53,7 +53,7 @@ EXPECTED = {
         "actor.use_kl_loss": True,
         "rollout.name": "embedded",
         "rollout.n": 5,
-        "trainer.logger": ["console"],
+        "trainer.logger": ["console", "wandb"],
         "trainer.n_gpus_per_node": 8,
     },
     "ppo_megatron": {
@@ -144,17 +144,17 @@ def test_a_value_that_asks_for_something_else_is_refused_with_a_fix(override: st
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        (["console", "wandb"], ["console"]),
-        (["wandb"], ["console"]),
-        ("wandb", ["console"]),
-        (["console", "swanlab", "tensorboard"], ["console", "tensorboard"]),
+        (["console", "clearml"], ["console"]),
+        (["clearml"], ["console"]),
+        ("clearml", ["console"]),
+        (["console", "vemlp_wandb", "tensorboard"], ["console", "tensorboard"]),
     ],
 )
 def test_loggers_of_other_systems_are_set_aside_with_one_notice(given: object, kept: list[str]) -> None:
     loaded = load_config({"data": {"train_files": "a"}, "model": {"path": "m"}, "trainer": {"logger": given}})
     assert loaded.config.trainer.logger == kept
     (notice,) = loaded.notices
-    assert notice.startswith(f"trainer.logger: {'swanlab' if len(kept) > 1 else 'wandb'} set aside")
+    assert notice.startswith(f"trainer.logger: {'vemlp_wandb' if len(kept) > 1 else 'clearml'} set aside")
 
 
 REF = [*["data.train_files=a", "model.path=m", "actor.use_kl_loss=true"]]

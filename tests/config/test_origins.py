@@ -76,11 +76,11 @@ def test_mappings_have_an_origin_of_their_own() -> None:
 
 
 def test_values_of_verl_that_were_turned_into_ours_are_shown_as_they_were_written() -> None:
-    words = ["actor.ppo_micro_batch_size=32", "rollout.name=vllm", "trainer.logger=[console,wandb]"]
+    words = ["actor.ppo_micro_batch_size=32", "rollout.name=vllm", "trainer.logger=[console,clearml]"]
     origins = load_config(None, [*BASE, *words, "trainer.n_gpus_per_node=8"]).origins
     assert str(origins["actor.ppo_micro_batch_size_per_gpu"]) == "command line, as actor.ppo_micro_batch_size=32"
     assert str(origins["rollout.name"]) == "command line, as rollout.name=vllm"
-    assert str(origins["trainer.logger"]) == "command line, as trainer.logger=['console', 'wandb']"
+    assert str(origins["trainer.logger"]) == "command line, as trainer.logger=['console', 'clearml']"
 
 
 def test_the_command_line_wins_over_the_other_key_for_the_same_size(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_published_script_loads_as_it_is():
     assert (config.actor.clip_low, config.actor.clip_high, config.actor.clip_ratio_c) == (0.2, 0.28, 10.0)
     assert config.actor.optim.lr_warmup_steps == 10
     assert config.rollout.name == "embedded" and config.rollout.n == 5
-    assert config.trainer.logger == ["console"]
+    assert config.trainer.logger == ["console", "wandb"]
     assert config.reference_batch() == (None, 24000)
 
 

@@ -145,7 +145,9 @@ def test_an_unknown_logger_is_named_with_its_nearest(run: RunDir, name: str, nea
 def test_a_logger_like_none_of_ours_lists_what_there_is() -> None:
     with pytest.raises(ConfigError) as caught:
         check_loggers(["console", "qqqq"])
-    assert "qqqq" in str(caught.value) and "available: console, jsonl, tensorboard" in str(caught.value)
+    assert "qqqq" in str(
+        caught.value
+    ) and "available: console, jsonl, mlflow, swanlab, tensorboard, trackio, wandb" in str(caught.value)
 
 
 def test_tensorboard_gets_the_same_names_and_a_resume_purges_later_steps(run: RunDir) -> None:

@@ -51,7 +51,7 @@ GLOBAL_MICRO_BATCH = {
 OTHER_ENGINES = ("vllm", "sglang", "hf", "trtllm")
 """Values of rollout.name that other systems know; the embedded engine takes their place."""
 
-OTHER_LOGGERS = ("wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file", "rl_logging_board")
+OTHER_LOGGERS = ("vemlp_wandb", "clearml", "file", "rl_logging_board")
 """Entries of trainer.logger that other systems know and that are set aside."""
 
 MISNOMERS = {

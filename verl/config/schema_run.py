@@ -331,14 +331,14 @@ class TrainerConfig(Section):
     )
     logger: StringList = Field(
         default_factory=lambda: ["console"],
-        description="Where metrics go, beside the run's own files: console, tensorboard; wandb and other services that "
-        "scripts name are set aside.",
+        description="Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, "
+        "trackio; the last four need their package: pip install 'verl[wandb]'.",
         json_schema_extra=acts("tracking"),
     )
     project_name: str = Field(
         "verl",
         min_length=1,
-        description="Name of the project, noted in the run's config.yaml and report.",
+        description="Name of the project, in the run's config.yaml and report and at tracking services.",
         json_schema_extra=acts("tracking"),
     )
     experiment_name: str = Field(

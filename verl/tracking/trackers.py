@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from verl.tracking import region
 from verl.tracking.console import ConsoleTracker
 from verl.tracking.live import LiveTracker, StageClock
 from verl.tracking.samples import SampleRow, Split, spread
+from verl.tracking.services import SERVICES, require_service
 from verl.tracking.summary import read_metrics
 
 logger = logging.getLogger(__name__)
@@ -142,7 +145,8 @@ class Tracker:
         try:
             return action()
         except Exception as error:
-            self._report(f"tracker {name}", "tracker_failed", name, f"{type(error).__name__}: {error}", step)
+            detail = without_secrets(f"{type(error).__name__}: {error}")
+            self._report(f"tracker {name}", "tracker_failed", name, detail, step)
             return None
 
     def close(self) -> None:
@@ -163,6 +167,17 @@ class Tracker:
         self._reported.add(key)
         self._run_dir.log_event(kind, subject, detail, step)
         logger.warning("%s: %s, %s (reported once; training goes on)", kind, subject, detail)
+
+
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """``text`` without log-ins in addresses and without the values of environment variables that hold keys."""
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= 8:
+            text = text.replace(value, f"<{name}>")
+    return re.sub(r"(\w+://)[^/@\s]+@", r"\1<log-in>@", text)
 
 
 def _as_number(value: Any) -> float:
@@ -203,16 +218,21 @@ def _console_tracker(context: TrackerContext) -> MetricTracker:
     return LiveTracker(name, context.total_steps, console, context.parts, history, min(2, context.samples))
 
 
+def _service(name: str, context: TrackerContext) -> MetricTracker:
+    return SERVICES[name](context.run_dir, context.resumed_from is not None)
+
+
 # trainer.logger name -> how it is built. jsonl is always on, naming it is harmless.
 LOGGERS: dict[str, Callable[[TrackerContext], MetricTracker]] = {
     "jsonl": lambda context: JsonlTracker(context.run_dir),
     "console": _console_tracker,
     "tensorboard": lambda context: TensorBoardTracker(context.run_dir, context.resumed_from),
+    **{name: partial(_service, name) for name in SERVICES},
 }
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raises ConfigError where ``trainer.logger`` names what is not there; builds and imports nothing."""
+    """Raises ConfigError where ``trainer.logger`` names what is not there or not installed; imports nothing."""
     for name in names:
         if name not in LOGGERS:
             raise ConfigError(
@@ -220,6 +240,8 @@ def check_loggers(names: Sequence[str]) -> None:
                 name,
                 f"{did_you_mean(name, LOGGERS)}available: {', '.join(sorted(LOGGERS))}",
             )
+        if name in SERVICES:
+            require_service(name)
 
 
 def build_tracker(names: Sequence[str], context: TrackerContext) -> Tracker:
