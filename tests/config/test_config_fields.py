@@ -229,6 +229,12 @@ OTHER = {
     "cluster.backend": ("inline",),
     "cluster.address": ("10.0.0.1:6379",),
     "cluster.threads": ("2",),
+    "cluster.pools": ("{main: {threads: 2}}",),
+    "cluster.placement.actor": ("a", "cluster.pools.a.threads=1"),
+    "cluster.placement.critic": ("a", "cluster.pools.a.threads=1"),
+    "cluster.placement.reference": ("a", "cluster.pools.a.threads=1"),
+    "cluster.placement.reward": ("a", "cluster.pools.a.threads=1"),
+    "cluster.placement.rollout": ("[a]", "cluster.pools.a.threads=1"),
     "cluster.start_timeout": ("10",),
     "cluster.collective_timeout": ("60",),
 } | {

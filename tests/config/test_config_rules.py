@@ -345,7 +345,7 @@ def test_small_derived_values():
 
 def test_the_world_size_must_fit_the_gpus_and_the_backend():
     for overrides, complaint in (
-        (["actor.world_size=3", "trainer.n_gpus_per_node=4"], "actor.world_size is not the number of GPUs"),
+        (["actor.world_size=3", "trainer.n_gpus_per_node=4"], "the number of training ranks is given more than once"),
         (
             ["actor.world_size=2", "trainer.device=cpu", "cluster.backend=inline"],
             "cluster.backend=inline is one process",

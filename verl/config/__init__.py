@@ -6,6 +6,7 @@ from verl.config.load import LoadedConfig, build_config, dump_yaml, load_config,
 from verl.config.names import did_you_mean, nearest
 from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema import Config
+from verl.config.schema_cluster import ClusterConfig
 from verl.config.schema_data import CustomRewardConfig, DataConfig, ModelConfig, RewardConfig
 from verl.config.schema_roles import (
     ActorConfig,
@@ -18,7 +19,6 @@ from verl.config.schema_roles import (
 )
 from verl.config.schema_run import (
     AlgorithmConfig,
-    ClusterConfig,
     KlControlConfig,
     RolloutConfig,
     TrainerConfig,

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from verl.config.names import did_you_mean
 
 
 class FieldProblem(ValueError):
@@ -63,6 +73,29 @@ class Takes:
 def acts(where: str) -> dict[str, Any]:
     """For ``Field(json_schema_extra=...)``: where a field acts that does not act where its section does."""
     return {"acts_in": where}
+
+
+def check_entries(value: dict[str, Any], schema: type[Section]) -> None:
+    """Entries that the user named, in a free mapping, against the section that each of them is.
+
+    Raises:
+        FieldProblem: about the first that is wrong.
+    """
+    for name, entry in value.items():
+        try:
+            schema.model_validate({} if entry is None else entry)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, (name, *first["loc"])))
+            own = first.get("ctx", {}).get("error")
+            if isinstance(own, FieldProblem):
+                raise FieldProblem(f"{place} {own.what}", own.fix) from None
+            fix = f"an entry is a mapping with {', '.join(schema.model_fields)}"
+            if first["type"] == "extra_forbidden":
+                raise FieldProblem(
+                    f"{place} is no key", did_you_mean(str(first["loc"][0]), schema.model_fields) + fix
+                ) from None
+            raise FieldProblem(f"{place}: {first['msg']}", fix) from None
 
 
 def plain_types(annotation: Any) -> set[Any]:

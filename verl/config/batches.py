@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from verl.config.plan import BatchPlan
 from verl.config.problems import Problem, raise_problems
+from verl.config.schema_cluster import TRAINED
 
 if TYPE_CHECKING:
     from verl.config.schema import Config
@@ -34,12 +35,15 @@ class _Sizes:
     epochs: int
 
 
-def ranks(config: Config) -> int | None:
-    """Training ranks if the configuration alone tells them: a CPU machine trains as one rank, unless asked for more."""
-    trainer = config.trainer
+def ranks(config: Config, role: str = "actor") -> int | None:
+    """Ranks of a role, if the configuration alone tells them: a CPU machine trains as one, unless asked for more."""
+    cluster, trainer = config.cluster, config.trainer
+    own = cluster.processes_of(role)
+    if own is not None or cluster.placement.pool_of(role) != cluster.placement.actor:
+        return own
     if config.actor.world_size is not None:
         return config.actor.world_size
-    if trainer.device == "cpu":
+    if config.device_of("actor") == "cpu":
         return trainer.nnodes
     if trainer.n_gpus_per_node == "auto":
         return None
@@ -97,7 +101,7 @@ def actor_plan(config: Config, over: int | None) -> BatchPlan:
 
 def critic_plan(config: Config, over: int | None) -> BatchPlan:
     """See :meth:`verl.config.schema.Config.critic_batch`."""
-    sizes, over = _critic(config), over or ranks(config) or 1
+    sizes, over = _critic(config), over or ranks(config, "critic") or 1
     raise_problems(list(_rank_problems(config, sizes, over, known=True)))
     return _plan(config, sizes, over)
 
@@ -118,15 +122,16 @@ def problems(config: Config) -> Iterator[Problem]:
     """Everything about batch sizes that cannot work, found before any worker starts."""
     yield from _world_size_problems(config)
     roles = [_actor(config)] + ([_critic(config)] if config.uses_critic else [])
-    known = ranks(config)
     for sizes in roles:
+        known = ranks(config, sizes.role)
         # What the critic takes over from the actor is reported once, for the actor.
         if sizes.mini_key.startswith(sizes.role):
             yield from _prompt_problems(config, sizes)
         yield from _mode_problems(sizes)
         if sizes.dynamic:
             yield from _token_problems(config, f"{sizes.role}.ppo_max_token_len_per_gpu", sizes.max_tokens)
-        if sizes.role == "actor" or sizes.mini_key.startswith("critic") or sizes.micro_key.startswith("critic"):
+        own = sizes.mini_key.startswith("critic") or sizes.micro_key.startswith("critic")
+        if sizes.role == "actor" or own or known != ranks(config):
             # With an unknown number of ranks, what fails on one rank fails on any number.
             yield from _rank_problems(config, sizes, known or 1, known=known is not None)
     if config.uses_reference:
@@ -142,21 +147,28 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def _world_size_problems(config: Config) -> Iterator[Problem]:
-    trainer, wanted = config.trainer, config.actor.world_size
-    gpus = trainer.n_gpus_per_node
-    asked = trainer.nnodes * gpus if isinstance(gpus, int) and trainer.device != "cpu" else 0
-    if wanted is not None and asked and wanted != asked:
+    """Every key that says how many processes the actor has must say the same."""
+    trainer, cluster = config.trainer, config.cluster
+    pool, gpus = cluster.placement.actor, trainer.n_gpus_per_node
+    said = {
+        f"cluster.pools.{pool}.processes": cluster.processes_of("actor"),
+        "actor.world_size": config.actor.world_size,
+    }
+    if isinstance(gpus, int) and gpus and config.device_of("actor") != "cpu":
+        said[f"trainer.n_gpus_per_node={gpus} x trainer.nnodes={trainer.nnodes}"] = gpus * trainer.nnodes
+    given = {key: number for key, number in said.items() if number is not None}
+    if len(set(given.values())) > 1:
         yield Problem(
-            "actor.world_size is not the number of GPUs asked for; each rank has one",
-            f"{wanted} ranks, trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={gpus}",
-            f"remove actor.world_size, or set trainer.n_gpus_per_node={max(1, wanted // trainer.nnodes)}",
+            "the number of training ranks is given more than once, and differently",
+            ", ".join(f"{key}: {number}" for key, number in given.items()),
+            "keep one of them",
         )
-    if (ranks(config) or 1) > 1 and config.cluster.backend == "inline":
+    many = {role: ranks(config, role) for role in TRAINED}
+    if cluster.backend == "inline" and max(number or 1 for number in many.values()) > 1:
         yield Problem(
-            "cluster.backend=inline is one process, and more than one training rank is asked for",
-            f"{ranks(config)} ranks (actor.world_size={wanted}, trainer.nnodes={trainer.nnodes}, "
-            f"trainer.n_gpus_per_node={gpus})",
-            "set cluster.backend=ray, or actor.world_size=1",
+            "cluster.backend=inline is one process, and more are asked for",
+            ", ".join(f"{role}: {number} processes" for role, number in many.items() if (number or 1) > 1),
+            "set cluster.backend=ray, or leave actor.world_size, trainer.n_gpus_per_node and processes out",
         )
 
 

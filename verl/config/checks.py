@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl.config import advantage_checks, batches, loss_checks
 from verl.config.problems import Problem, raise_problems
+from verl.config.schema_cluster import TRAINED
 
 if TYPE_CHECKING:
     from verl.config.schema import Config
@@ -146,6 +147,17 @@ def _kl(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     reward = config.reward
     yield from config.trainer.problems()
+    yield from config.cluster.problems()
+    kinds = [config.algorithm.kl_penalty] * config.algorithm.use_kl_in_reward
+    kinds += [config.actor.kl_loss_type] * config.actor.use_kl_loss
+    place = config.cluster.placement
+    if place.pool_of("reference") != place.actor and any(kind.startswith("full") for kind in kinds):
+        yield Problem(
+            "a KL over the whole vocabulary needs the logits of actor and reference in one process, and "
+            "cluster.placement keeps the reference elsewhere",
+            f"actor: {place.actor}, reference: {place.reference}",
+            "leave cluster.placement.reference out, or choose another estimator of the KL",
+        )
     if reward.custom_reward_function.path is not None and reward.rule != "auto":
         yield Problem(
             "reward.rule and reward.custom_reward_function.path both say how to score",
@@ -248,8 +260,8 @@ def _training_notices(config: Config) -> Iterator[str]:
 
 
 def _trainer_notices(config: Config) -> Iterator[str]:
-    trainer, cluster = config.trainer, config.cluster
-    if trainer.device == "cpu" and trainer.n_gpus_per_node not in ("auto", 0):
+    trainer = config.trainer
+    if config.device_of("actor") == "cpu" and trainer.n_gpus_per_node not in ("auto", 0):
         yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} is set aside: trainer.device=cpu uses no GPU"
     if trainer.test_freq > 0 and not config.data.val_files:
         yield f"trainer.test_freq={trainer.test_freq} has no effect: data.val_files is empty"
@@ -271,5 +283,26 @@ def _trainer_notices(config: Config) -> Iterator[str]:
         )
     if config.ranks == 1 and not trainer.balance_batch:
         yield "trainer.balance_batch=false has no effect: there is one rank"
-    if cluster.backend == "inline" and cluster.address is not None:
-        yield "cluster.address has no effect: cluster.backend=inline starts no Ray"
+    yield from _placement_notices(config)
+
+
+def _placement_notices(config: Config) -> Iterator[str]:
+    cluster, place = config.cluster, config.cluster.placement
+    if cluster.backend == "inline":
+        aside = {
+            "address": cluster.address,
+            "pools": cluster.pools,
+            "placement": place.model_dump(exclude_defaults=True),
+        }
+        for key in (key for key, value in aside.items() if value):
+            yield f"cluster.{key} has no effect: cluster.backend=inline is this process alone, without Ray"
+        return
+    for name in cluster.pools:
+        pool = cluster.pool(name)
+        if pool.gpus and (pool.device or config.trainer.device) == "cpu":
+            yield f"cluster.pools.{name}.gpus={pool.gpus:g} is set aside: trainer.device=cpu uses no GPU"
+    for role in (role for role in TRAINED if role not in config.roles and getattr(place, role) is not None):
+        yield f"cluster.placement.{role} has no effect: this run has no {role}"
+    used = {*map(place.pool_of, config.roles), *place.rollout}
+    for name in (name for name in cluster.pools if name not in used):
+        yield f"cluster.pools.{name} has no effect: no role of this run is placed there"

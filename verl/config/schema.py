@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 from verl.config import batches, checks
 from verl.config.base import Section
 from verl.config.plan import BatchPlan, SamplingPlan
+from verl.config.schema_cluster import TRAINED, ClusterConfig
 from verl.config.schema_data import DataConfig, ModelConfig, RewardConfig
 from verl.config.schema_roles import ActorConfig, CriticConfig, RefConfig
-from verl.config.schema_run import AlgorithmConfig, ClusterConfig, RolloutConfig, TrainerConfig
+from verl.config.schema_run import AlgorithmConfig, RolloutConfig, TrainerConfig
 from verl.errors import ConfigError
 
 
@@ -84,6 +85,12 @@ class Config(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def roles(self) -> list[str]:
+        """The roles that this run has, rollout apart."""
+        needed = {"critic": self.uses_critic, "reference": self.uses_reference}
+        return [role for role in TRAINED if needed.get(role, True)]
+
+    @property
     def data_seed(self) -> int:
         """Seed of the order of training prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
@@ -100,14 +107,23 @@ class Config(Section):
 
     @property
     def ranks(self) -> int | None:
-        """Training ranks, all machines together; None where the machine decides (its number of GPUs)."""
+        """Training ranks of the actor; None where the machine decides (its number of GPUs)."""
         return batches.ranks(self)
+
+    def ranks_of(self, role: str) -> int | None:
+        """Processes in the pool of a role other than rollout; None as for :attr:`ranks`."""
+        return batches.ranks(self, role)
+
+    def device_of(self, role: str) -> str:
+        """Where a role other than rollout computes: auto, cpu or cuda."""
+        cluster = self.cluster
+        return cluster.pool(cluster.placement.pool_of(role)).device or self.trainer.device
 
     def actor_batch(self, ranks: int | None = None) -> BatchPlan:
         """How the actor goes through a batch.
 
         Args:
-            ranks: training ranks found at start; None: ``self.ranks``, or 1 where that is unknown.
+            ranks: training ranks found at start; None: those of the role's pool, or 1 where that is unknown.
 
         Raises:
             ConfigError: the batch sizes do not divide over that many ranks.

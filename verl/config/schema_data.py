@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from verl.config.base import (
     FieldProblem,
@@ -21,6 +21,7 @@ from verl.config.base import (
     Tokens,
     Unit,
     acts,
+    check_entries,
 )
 from verl.config.schema_sandbox import SandboxConfig
 from verl.config.schema_shaping import SHAPING, LengthNormalizationConfig, OverlongBufferConfig
@@ -456,19 +457,10 @@ class RewardConfig(Section):
     @field_validator("functions")
     @classmethod
     def _function_entries(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name, entry in value.items():
+        for name in value:
             if not name.replace("-", "_").replace(".", "_").isidentifier() or name in RESERVED_NAMES:
                 raise FieldProblem(f"{name!r} cannot be the name of a reward", "use letters, digits, - and _")
-            try:
-                RewardFunctionConfig.model_validate(entry)
-            except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                place = ".".join(map(str, (name, *first["loc"])))
-                own = first.get("ctx", {}).get("error")
-                if isinstance(own, FieldProblem):
-                    raise FieldProblem(f"{place} {own.what}", own.fix) from None
-                known = ", ".join(RewardFunctionConfig.model_fields)
-                raise FieldProblem(f"{place}: {first['msg']}", f"an entry is a mapping with {known}") from None
+        check_entries(value, RewardFunctionConfig)
         return value
 
     @model_validator(mode="after")

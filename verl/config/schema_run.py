@@ -15,7 +15,6 @@ from verl.config.base import (
     Number,
     Passes,
     Responses,
-    Seconds,
     Section,
     Seed,
     Share,
@@ -452,26 +451,3 @@ class TrainerConfig(Section):
     @classmethod
     def _disable_is_not_false(cls, value: Any) -> Any:
         return "disable" if value is False else value
-
-
-class ClusterConfig(Section):
-    """Where the roles run."""
-
-    acts_in: ClassVar[str] = "start: the workers"
-
-    backend: Literal["ray", "inline"] = Field(
-        "ray", description="ray: workers as Ray actors; inline: the same workers in this process, without Ray."
-    )
-    address: str | None = Field(
-        None, description="Address of a running Ray cluster; null: a local one, started and stopped by the run."
-    )
-    threads: Annotated[int, Unit("threads")] | None = Field(
-        None, ge=1, description="CPU threads of one worker (of each rank); null: all cores, over the ranks."
-    )
-    start_timeout: Seconds = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")
-    collective_timeout: Seconds = Field(
-        1800.0,
-        gt=0,
-        description="Seconds that a training rank waits for the others, whose work may take longer than its own.",
-        json_schema_extra=acts("update and process: sums over ranks"),
-    )

@@ -11,6 +11,7 @@ from verl.config.foreign import folded, foreign_sections, is_harmless, no_meanin
 from verl.config.keys import free_dict_of, leaves, sections
 from verl.config.overrides import OPEN, Setting
 from verl.config.problems import Problem, as_written, raise_problems
+from verl.config.schema_cluster import pool_setting
 from verl.config.unknown import unknown
 
 
@@ -96,7 +97,7 @@ def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[
         size = values.pop(old, None)
         if size is None:
             continue
-        spelled, ranks = settings[old].spelled, _ranks(values)
+        spelled, ranks = settings[old].spelled, _ranks(values, _ROLES[new.partition(".")[0]])
         complaint = _global_micro_problem(spelled, new, size, ranks, values)
         if complaint is not None:
             problems.append(complaint)
@@ -157,8 +158,14 @@ def _global_micro_problem(
     return None
 
 
-def _ranks(values: Mapping[str, Any]) -> int | None:
+_ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}
+
+
+def _ranks(values: Mapping[str, Any], role: str) -> int | None:
     """As :func:`verl.config.batches.ranks`, before the values are checked; None for nonsense, reported later."""
+    own = pool_setting(values, role)
+    if own is not None:
+        return _whole_number(own) or None
     if values.get("actor.world_size") is not None:
         return _whole_number(values["actor.world_size"]) or None
     nodes = _whole_number(values.get("trainer.nnodes", 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.config.aliases import MISNOMERS, alias_sections, canonical
 from verl.config.foreign import exact_names, foreign_sections, no_meaning, not_yet
-from verl.config.keys import leaves, sections
+from verl.config.keys import free_dicts, leaves, sections
 from verl.config.names import nearest
 
 _CUTOFF = 0.5
@@ -30,7 +30,7 @@ def unknown(spelled: str, key: str) -> tuple[str, str]:
     if wrong in leaves():
         wrong, rest = key, 0
     shown = ".".join(spelled.split(".")[: -rest or None])
-    groups = [*sections(), *alias_sections()]
+    groups = [*sections(), *alias_sections(), *free_dicts()]
     misnomers = {name: key for name, key in MISNOMERS.items() if key in leaves()}
     found = nearest(wrong, groups if rest else [*leaves(), *sections(), *misnomers, *exact_names()], _CUTOFF)
     if rest and (whole := canonical(".".join([found or "", *parts[depth:]]))) in leaves() | sections():

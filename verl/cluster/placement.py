@@ -1,0 +1,249 @@
+"""Which processes a run has, what each of them gets, and whether the machines have it. Pure: no Ray, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.config import Config
+from verl.config.schema_cluster import TRAINED
+from verl.errors import ClusterError
+
+GIB = 2**30
+Machine = Mapping[str, float]
+"""What a machine has, by Ray's names: CPU, GPU, memory (bytes), and resources of the user's own."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """Processes of one pool, all alike.
+
+    Attributes:
+        count: processes.
+        threads: of each; so many CPUs are reserved for it.
+        gpus: of each.
+        memory_gb: of each, reserved and its limit; None: neither.
+        resources: of each, by names of the user's own.
+        device: cpu or cuda.
+        env: environment of each, on top of what it has anyway.
+    """
+
+    pool: str
+    count: int
+    threads: int
+    gpus: float
+    memory_gb: float | None
+    resources: Mapping[str, float]
+    device: str
+    env: Mapping[str, str]
+
+    def needs(self) -> dict[str, float]:
+        """Of one process, by Ray's names."""
+        own = {"CPU": float(self.threads), "GPU": self.gpus, "memory": (self.memory_gb or 0) * GIB, **self.resources}
+        return {name: amount for name, amount in own.items() if amount}
+
+
+@dataclass(frozen=True)
+class Group(ProcessSpec):
+    """Processes that work in step on the same roles, on one machine.
+
+    Attributes:
+        roles: actor, critic, reference, reward; rollout where the actor's processes sample.
+    """
+
+    roles: frozenset[str]
+
+
+@dataclass(frozen=True)
+class WorkerSpec(ProcessSpec):
+    """Rollout workers, each on its own, on any machine; ``count`` of them at the start."""
+
+    kv_cache_gb: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All processes of a run but the controller, which computes nothing.
+
+    Attributes:
+        groups: the actor's first.
+        rollout: pools of rollout workers; none: the actor's group samples.
+        overlap: rollout goes on while the groups train.
+    """
+
+    groups: tuple[Group, ...]
+    rollout: tuple[WorkerSpec, ...]
+    overlap: bool
+
+    def group_of(self, role: str) -> Group:
+        """The group that has a role; the run must have it."""
+        return next(group for group in self.groups if role in group.roles)
+
+    def phases(self) -> list[list[ProcessSpec]]:
+        """Who computes at the same time; each list at another time than the others."""
+        alone = [group for group in self.groups if group.roles == {"reward"}]
+        training = [group for group in self.groups if group not in alone]
+        sampling: list[ProcessSpec] = [*self.rollout, *alone]
+        return [[*training, *sampling]] if self.overlap else [list(training), sampling]
+
+    def describe(self) -> list[str]:
+        """A line for each pool."""
+        named = [(", ".join(role for role in (*TRAINED, "rollout") if role in g.roles), g) for g in self.groups]
+        return [f"{spec.pool}: {roles}: {_words(spec)}" for roles, spec in named] + [
+            f"{spec.pool}: rollout: {_words(spec)}" for spec in self.rollout
+        ]
+
+
+def make_plan(config: Config, cores: int, gpus: int, overlap: bool = False) -> Plan:
+    """The processes of a run.
+
+    Threads that nobody chose are the cores, shared equally by the processes that compute at the same time: roles in
+    one pool take turns, roles in different pools work at once, and rollout workers and training take turns unless
+    they ``overlap``. A process has one thread at least.
+
+    Args:
+        cores, gpus: that the run may use; those of one machine.
+    """
+    place, inline = config.cluster.placement, config.cluster.backend == "inline"
+    pools: dict[str, set[str]] = {place.actor: set()}
+    for role in config.roles:
+        pools.setdefault(place.actor if inline else place.pool_of(role), set()).add(role)
+    workers = list(place.rollout) if place.rollout_alone and not inline else []
+    if not workers:
+        pools[place.actor].add("rollout")
+
+    def spec(name: str, modelless: bool = False) -> dict[str, Any]:
+        pool = config.cluster.pool(name)
+        device, share = pool.device or config.trainer.device, pool.gpus
+        if device == "cpu" or (device == "auto" and (not gpus or config.trainer.n_gpus_per_node == 0)):
+            share = 0.0 if device == "cpu" else share or 0.0
+        elif share is None:
+            share = float(not modelless)
+        return {
+            "pool": name,
+            "threads": pool.threads or config.cluster.threads or 0,
+            "gpus": share,
+            "memory_gb": pool.memory_gb,
+            "resources": pool.resources,
+            "device": "cuda" if share else "cpu",
+            "env": pool.env,
+        }
+
+    rollout = tuple(
+        WorkerSpec(
+            count=config.cluster.pool(name).processes or 1,
+            kv_cache_gb=config.cluster.pool(name).kv_cache_gb,
+            **spec(name),
+        )
+        for name in workers
+    )
+    groups: list[Group] = []
+    no_model = config.reward.model.path is None
+    for name, roles in reversed(pools.items()):  # the actor's last: the number of its ranks may be what GPUs are left
+        count = config.ranks_of(min(roles & set(TRAINED))) if not inline else 1
+        if count is None:
+            taken = sum(other.count * other.gpus for other in (*groups, *rollout))
+            count = max(1, int(gpus - taken))
+        groups.insert(
+            0,
+            Group(
+                count=1 if roles == {"reward"} else count,
+                roles=frozenset(roles),
+                **spec(name, roles == {"reward"} and no_model),
+            ),
+        )
+    plan = Plan(tuple(groups), rollout, overlap)
+    threads: dict[str, int] = {}
+    for phase in plan.phases():
+        open_ = [p for p in phase if not p.threads]
+        left = cores - sum(p.count * p.threads for p in phase)
+        threads |= {p.pool: max(1, left // sum(q.count for q in open_)) for p in open_}
+
+    def settled(process: Any) -> Any:
+        return replace(process, threads=process.threads or threads[process.pool])
+
+    return Plan(tuple(map(settled, plan.groups)), tuple(map(settled, plan.rollout)), overlap)
+
+
+def crowded(plan: Plan, cores: int) -> int:
+    """Threads that compute at once where they are more than the cores; else 0."""
+    most = max(sum(process.count * process.threads for process in phase) for phase in plan.phases())
+    return most if most > cores else 0
+
+
+def require(plan: Plan, machines: Sequence[Machine], where: str, shared: bool) -> None:
+    """Refuse what no machine has, or all of them together do not have; waiting would not bring it.
+
+    Args:
+        where: what the machines are, in words.
+        shared: processes that compute at different times may have the same cores, and processes of one thread may be
+            more than the cores, as long as those of one group, which wait for each other, are not: a Ray of our own.
+
+    Raises:
+        ClusterError: wanted against available, of every resource that is short.
+    """
+    processes: list[ProcessSpec] = [*plan.groups, *plan.rollout]
+    wanted: dict[str, float] = {}
+    for process in processes:
+        for name, amount in process.needs().items():
+            wanted[name] = wanted.get(name, 0.0) + process.count * amount
+    if shared:
+        wanted["CPU"] = max(_cores_wanted(phase) for phase in plan.phases())
+    there = {name: sum(machine.get(name, 0.0) for machine in machines) for name in wanted}
+    short = {name: (amount, there[name]) for name, amount in wanted.items() if amount > there[name]}
+    if short:
+        raise ClusterError(f"more was asked for than {where} has", _against(short), _fix(plan, short, shared))
+    for process in processes:
+        unit = process.count if isinstance(process, Group) else 1
+        needs = {name: unit * amount for name, amount in process.needs().items()}
+        if not any(all(machine.get(name, 0.0) >= amount for name, amount in needs.items()) for machine in machines):
+            best = max(machines, key=lambda m: sum(min(m.get(k, 0.0) / v, 1.0) for k, v in needs.items()))
+            raise ClusterError(
+                f"no machine of {where} has room for the {unit} process(es) of cluster.pools.{process.pool}, "
+                "which must be on one",
+                _against({name: (amount, best.get(name, 0.0)) for name, amount in needs.items()}),
+                f"lower what cluster.pools.{process.pool} asks for",
+            )
+
+
+def _cores_wanted(phase: Sequence[ProcessSpec]) -> float:
+    """What must be there for processes that compute at once: what could not be less needs no core of its own."""
+    if any(process.threads > 1 for process in phase):
+        return sum(process.count * process.threads for process in phase)
+    return max((process.count for process in phase if isinstance(process, Group)), default=0)
+
+
+def _against(short: Mapping[str, tuple[float, float]]) -> str:
+    def words(name: str, amount: float) -> str:
+        return f"{amount / GIB:.3g} GiB memory" if name == "memory" else f"{amount:g} {name}"
+
+    return "; ".join(
+        f"wanted {words(name, amount)}, available {words(name, there).partition(' ')[0]}"
+        for name, (amount, there) in short.items()
+    )
+
+
+def _fix(plan: Plan, short: Mapping[str, tuple[float, float]], shared: bool) -> str:
+    fixes = []
+    if "CPU" in short:
+        many = max(plan.groups, key=lambda group: group.count)
+        if many.count > short["CPU"][1]:
+            fixes.append(
+                f"set actor.world_size (or cluster.pools.{many.pool}.processes) to {int(short['CPU'][1])} or less"
+            )
+        fixes.append("lower cluster.threads, and threads in cluster.pools, or leave them out to share the cores")
+    if "GPU" in short:
+        fixes.append("set trainer.device=cpu, or device, gpus or processes of the pools that can do with less")
+    if short.keys() - {"CPU", "GPU"}:
+        fixes.append("lower what cluster.pools asks for" + ("" if not shared else ", or join a cluster that has it"))
+    return "; ".join(fixes)
+
+
+def _words(process: ProcessSpec) -> str:
+    parts = [f"{process.threads} thread{'s'[: process.threads > 1]}"]
+    if process.gpus:
+        parts.append(f"{process.gpus:g} GPU")
+    if process.memory_gb:
+        parts.append(f"{process.memory_gb:g} GiB")
+    return f"{process.count} process{'es'[: 2 * (process.count > 1)]} of " + ", ".join(parts)

@@ -1,0 +1,177 @@
+"""Where the roles of a run live: pools of processes, and which role is in which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from verl.config.base import FieldProblem, FreeDict, Number, Seconds, Section, StringList, Unit, acts, check_entries
+from verl.config.names import did_you_mean
+from verl.config.problems import Problem
+
+MAIN = "main"
+TRAINED = ("actor", "critic", "reference", "reward")
+"""Roles whose processes answer to calls; rollout workers are a pool of their own kind."""
+
+
+class PoolConfig(Section):
+    """One entry of ``cluster.pools``: a number of processes, and what each of them has."""
+
+    acts_in: ClassVar[str] = "start: the workers"
+
+    processes: Annotated[int, Unit("processes")] | None = Field(None, ge=1)
+    threads: Annotated[int, Unit("threads")] | None = Field(None, ge=1)
+    gpus: Annotated[float, Unit("GPUs")] | None = Field(None, ge=0)
+    memory_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
+    resources: dict[str, Number] = Field(default_factory=dict)
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    kv_cache_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
+
+    @field_validator("gpus")
+    @classmethod
+    def _whole_above_one(cls, value: float | None) -> float | None:
+        if value is not None and value > 1 and value != int(value):
+            raise FieldProblem("is not whole", "a process has a share of one GPU (0.5), or whole ones")
+        return value
+
+    @model_validator(mode="after")
+    def _device_and_gpus(self) -> PoolConfig:
+        if (
+            self.gpus is not None
+            and (self.gpus == 0) == (self.device == "cuda")
+            and self.device != "auto"
+            and self.device
+        ):
+            raise FieldProblem(f"has device: {self.device} and gpus: {self.gpus:g}", "leave one of them out")
+        return self
+
+    @field_validator("resources")
+    @classmethod
+    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, amount in value.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory") or amount <= 0:
+                raise FieldProblem(
+                    f"has {name}: {amount:g}", "name resources of your own, with amounts above 0; CPUs are threads"
+                )
+        return value
+
+
+class PlacementConfig(Section):
+    """Which pool each role is in. Roles in one pool share its processes; those in different pools work at once."""
+
+    acts_in: ClassVar[str] = "start: the workers"
+
+    actor: str = Field(MAIN, min_length=1, description="The actor's pool; main is there without being named in pools.")
+    critic: str | None = Field(None, min_length=1, description="The critic's pool; null: the actor's.")
+    reference: str | None = Field(None, min_length=1, description="The reference's pool; null: the actor's.")
+    reward: str | None = Field(
+        None, min_length=1, description="The pool of reward model and reward functions; null: the actor's."
+    )
+    rollout: StringList = Field(
+        default_factory=list, description="Pools of rollout workers; none: the actor's processes sample."
+    )
+
+    def pool_of(self, role: str) -> str:
+        """The pool of a role other than rollout."""
+        return getattr(self, role) or self.actor
+
+    @property
+    def rollout_alone(self) -> bool:
+        """Whether rollout has processes of its own."""
+        return bool(self.rollout) and self.rollout != [self.actor]
+
+
+class ClusterConfig(Section):
+    """Where the roles run."""
+
+    acts_in: ClassVar[str] = "start: the workers"
+
+    backend: Literal["ray", "inline"] = Field(
+        "ray", description="ray: workers as Ray actors; inline: the same workers in this process, without Ray."
+    )
+    address: str | None = Field(
+        None, description="Address of a running Ray cluster; null: a local one, started and stopped by the run."
+    )
+    threads: Annotated[int, Unit("threads")] | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each process whose pool does not say it; null: the cores, shared by the processes "
+        "that work at once.",
+    )
+    pools: FreeDict = Field(
+        default_factory=dict,
+        description="Processes by the name of their pool: {name: {processes, threads, gpus, memory_gb, resources, "
+        "device, env, kv_cache_gb}}; docs/cluster.md says what each does.",
+    )
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="The pool of each role.")
+    start_timeout: Seconds = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")
+    collective_timeout: Seconds = Field(
+        1800.0,
+        gt=0,
+        description="Seconds that a training rank waits for the others, whose work may take longer than its own.",
+        json_schema_extra=acts("update and process: sums over ranks"),
+    )
+
+    @field_validator("pools")
+    @classmethod
+    def _pool_entries(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_entries(value, PoolConfig)
+        return value
+
+    def pool(self, name: str) -> PoolConfig:
+        """An entry of ``pools``, with defaults where it is not named there."""
+        return PoolConfig.model_validate(self.pools.get(name) or {})
+
+    def processes_of(self, role: str) -> int | None:
+        """What the pool of a role says of its processes; a pool without the actor has one if it says nothing."""
+        name = self.placement.pool_of(role)
+        return self.pool(name).processes or (None if name == self.placement.actor else 1)
+
+    def problems(self) -> Iterator[Problem]:
+        """Places that do not fit together."""
+        placement = self.placement
+        known = dict.fromkeys([MAIN, *self.pools])
+        named = {f"cluster.placement.{role}": placement.pool_of(role) for role in TRAINED}
+        trained = set(named.values())
+        for key, name in [*named.items(), *(("cluster.placement.rollout", name) for name in placement.rollout)]:
+            if name not in known and (key == "cluster.placement.actor" or name != placement.actor):
+                fix = f"{did_you_mean(name, known)}cluster.pools has {', '.join(known)}"
+                yield Problem(f"{key} names no pool", name, fix)
+        if len(set(placement.rollout)) < len(placement.rollout):
+            yield Problem(
+                "cluster.placement.rollout names a pool twice", placement.rollout, "set its processes instead"
+            )
+        for name in placement.rollout if placement.rollout_alone else ():
+            if name in trained:
+                yield Problem(
+                    "cluster.placement.rollout: rollout workers share no pool with other roles, except that the "
+                    "actor's processes can sample",
+                    name,
+                    f"give the workers a pool of their own, or set cluster.placement.rollout={placement.actor}",
+                )
+        yield from self._unequal_processes()
+
+    def _unequal_processes(self) -> Iterator[Problem]:
+        reward = self.placement.pool_of("reward")
+        others = {self.placement.pool_of(role) for role in TRAINED if role != "reward"}
+        many = self.pool(reward).processes or 1
+        if many > 1 and reward not in others:
+            yield Problem(
+                f"cluster.pools.{reward} has the reward role alone, which one process does",
+                f"{many} processes",
+                f"set cluster.pools.{reward}.processes=1 (reward.num_workers is the number of those that it starts)",
+            )
+
+
+def pool_setting(values: Mapping[str, Any], role: str) -> Any:
+    """``processes`` of a role's pool in settings that are not checked yet, by dotted key; None where not given."""
+    placed = values.get("cluster.placement.actor", MAIN)
+    name = values.get(f"cluster.placement.{role}") or placed
+    whole = values.get("cluster.pools")
+    entry = whole.get(name) if isinstance(whole, dict) else None
+    given = entry.get("processes") if isinstance(entry, dict) else None
+    given = values.get(f"cluster.pools.{name}.processes", given)
+    return given if given is not None or name == placed else 1
