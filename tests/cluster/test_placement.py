@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl.cluster.placement import GIB, Plan, crowded, make_plan, require
 from verl.config import Config, build_config
-from verl.errors import ClusterError
+from verl.errors import ClusterError, ConfigError
 
 ROLES = ("actor", "critic", "reference", "reward")
 
@@ -42,6 +42,27 @@ def test_by_default_one_process_has_all_roles_and_all_cores() -> None:
     assert (plan.groups[0].count, plan.groups[0].threads) == (2, 3)
 
 
+def with_mode(config: Config, mode: str, **rollout: Any) -> Config:
+    return config.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"mode": mode}),
+            "rollout": config.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+def test_schedules_that_overlap_have_rollout_workers_of_their_own() -> None:
+    plan = make_plan(with_mode(config_of(), "one_step_off"), 8, 0)
+    assert threads(plan) == {"main": 4, "rollout": 4} and plan.rollout[0].count == 1
+    assert "rollout" not in plan.groups[0].roles
+    plan = make_plan(with_mode(config_of(), "async", max_workers=3), 8, 0)
+    assert threads(plan) == {"main": 2, "rollout": 2}  # room for two more
+    inline = config_of(cluster={"backend": "inline"})
+    assert make_plan(with_mode(inline, "async"), 8, 0).rollout == ()
+    with pytest.raises(ConfigError, match="needs rollout workers of their own"):
+        config_of({}, {"rollout": ["main"]}, trainer={"device": "cpu", "mode": "async"})
+
+
 def test_every_role_in_a_pool_of_its_own() -> None:
     pools = {"c": {"processes": 2, "threads": 1}, "r": {}, "s": None, "fast": {"processes": 3}, "slow": {"threads": 1}}
     config = config_of(pools, {"critic": "c", "reference": "r", "reward": "s", "rollout": ["fast", "slow"]})
@@ -52,7 +73,14 @@ def test_every_role_in_a_pool_of_its_own() -> None:
     assert [(spec.pool, spec.count) for spec in plan.rollout] == [("fast", 3), ("slow", 1)]
     # Training: 2 x 1 are given, actor and reference share 14. Sampling and scoring come at another time: 1 is given.
     assert threads(plan) == {"main": 7, "c": 1, "r": 7, "s": 3, "fast": 3, "slow": 1}
-    assert threads(make_plan(config, 16, 0, overlap=True)) == {"main": 2, "c": 1, "r": 2, "s": 2, "fast": 2, "slow": 1}
+    assert threads(make_plan(with_mode(config, "async"), 16, 0)) == {
+        "main": 2,
+        "c": 1,
+        "r": 2,
+        "s": 2,
+        "fast": 2,
+        "slow": 1,
+    }
     assert plan.group_of("critic").pool == "c" and plan.groups[0].roles == {"actor"}
 
 
@@ -79,7 +107,8 @@ def test_threads_that_nobody_chose_fit_the_cores(
     pools = {
         name: {"processes": count if name in trained else 1} for name, count in zip(names, counts, strict=True)
     } | {"w": {"processes": 2}, "v": {}}
-    plan = make_plan(config_of(pools, placement), cores, 0, overlap)
+    mode = {"device": "cpu", "mode": "one_step_off" if overlap else "sync"}
+    plan = make_plan(config_of(pools, placement, trainer=mode), cores, 0)
     assert sorted(role for group in plan.groups for role in group.roles if role != "rollout") == sorted(ROLES)
     for phase in plan.phases():
         busy = sum(process.count * process.threads for process in phase)

@@ -95,12 +95,13 @@ class Plan:
         ]
 
 
-def make_plan(config: Config, cores: int, gpus: int, overlap: bool = False) -> Plan:
+def make_plan(config: Config, cores: int, gpus: int) -> Plan:
     """The processes of a run.
 
     Threads that nobody chose are the cores, shared equally by the processes that compute at the same time: roles in
-    one pool take turns, roles in different pools work at once, and rollout workers and training take turns unless
-    they ``overlap``. A process has one thread at least.
+    one pool take turns, roles in different pools work at once, and rollout workers and training take turns with
+    ``trainer.mode=sync``. A process has one thread at least. Other modes have rollout workers whether they are asked
+    for or not.
 
     Args:
         cores, gpus: that the run may use; those of one machine.
@@ -109,7 +110,8 @@ def make_plan(config: Config, cores: int, gpus: int, overlap: bool = False) -> P
     pools: dict[str, set[str]] = {place.actor: set()}
     for role in config.roles:
         pools.setdefault(place.actor if inline else place.pool_of(role), set()).add(role)
-    workers = list(place.rollout) if place.rollout_alone and not inline else []
+    overlap = config.trainer.mode != "sync" and not inline
+    workers = list(place.rollout) if place.rollout_alone and not inline else ["rollout"] * overlap
     if not workers:
         pools[place.actor].add("rollout")
 
@@ -154,11 +156,13 @@ def make_plan(config: Config, cores: int, gpus: int, overlap: bool = False) -> P
             ),
         )
     plan = Plan(tuple(groups), rollout, overlap)
+    more = max(0, (config.rollout.max_workers or 0) - sum(spec.count for spec in rollout))  # that may come later
     threads: dict[str, int] = {}
     for phase in plan.phases():
         open_ = [p for p in phase if not p.threads]
         left = cores - sum(p.count * p.threads for p in phase)
-        threads |= {p.pool: max(1, left // sum(q.count for q in open_)) for p in open_}
+        sharing = sum(p.count for p in open_) + more * any(isinstance(p, WorkerSpec) for p in open_)
+        threads |= {p.pool: max(1, left // sharing) for p in open_}
 
     def settled(process: Any) -> Any:
         return replace(process, threads=process.threads or threads[process.pool])

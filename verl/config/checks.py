@@ -175,6 +175,14 @@ def _schedule(config: Config) -> Iterator[Problem]:
             f"{least} > {most}",
             "raise the one or lower the other",
         )
+    place = config.cluster.placement
+    if trainer.mode != "sync" and place.rollout == [place.actor]:
+        yield Problem(
+            f"trainer.mode={trainer.mode} needs rollout workers of their own, and cluster.placement.rollout is the "
+            "actor's pool",
+            place.actor,
+            "leave cluster.placement.rollout out, or name another pool",
+        )
     if trainer.mode != "async":
         return
     for key, on, why in (
@@ -276,7 +284,7 @@ def _trainer_notices(config: Config) -> Iterator[str]:
         for name in ("max_staleness", "staleness_unit"):
             if getattr(trainer, name) != type(trainer).model_fields[name].default:
                 yield f"trainer.{name} has no effect: trainer.mode is {trainer.mode}, not async"
-    if trainer.mode != "sync" and cluster.backend == "inline":
+    if trainer.mode != "sync" and config.cluster.backend == "inline":
         yield (
             f"trainer.mode={trainer.mode} saves no time with cluster.backend=inline: one process samples and trains in "
             "turns (what it computes is the same as over Ray)"

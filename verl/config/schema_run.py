@@ -15,6 +15,7 @@ from verl.config.base import (
     Number,
     Passes,
     Responses,
+    Seconds,
     Section,
     Seed,
     Share,
