@@ -6,15 +6,21 @@ import hashlib
 import importlib.util
 import inspect
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl.config.names import did_you_mean, nearest_path
 from verl.errors import VerlError
+
+NOTICE_SECONDS, IMPORT_SECONDS = 10.0, 120.0
 
 
 def load_user_function(
@@ -82,10 +88,41 @@ def _import(file: Path, kind: str, error_class: type[VerlError]) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and typing look their module up
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        with _timed(f"importing the {kind} file {file}"):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit, ImportTimeout) as error:
         sys.modules.pop(module_name, None)
         raise error_class(f"The {kind} file cannot be imported.", file, describe(error, file)) from error
     finally:
         sys.path.remove(str(file.parent))
     return module
+
+
+class ImportTimeout(BaseException):  # no Exception, which a file may catch
+    """An import has not ended in time."""
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Says what is waited for every ``NOTICE_SECONDS``, and raises after ``IMPORT_SECONDS``.
+
+    Only a main thread can be interrupted; in others nothing is said.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    start = time.monotonic()
+
+    def look(*_: object) -> None:
+        waited = time.monotonic() - start
+        if waited >= IMPORT_SECONDS:
+            raise ImportTimeout(f"not done within {IMPORT_SECONDS:g} s; load what takes longer in the first call")
+        print(f"still {what}, for {waited:.0f} s", file=sys.stderr, flush=True)
+
+    handler = signal.signal(signal.SIGALRM, look)
+    timer = signal.setitimer(signal.ITIMER_REAL, NOTICE_SECONDS, NOTICE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)

@@ -185,6 +185,7 @@ OTHER = {
     "reward.num_workers": ("3",),
     "reward.min_workers": ("0",),
     "reward.timeout": ("5",),
+    "reward.worker_memory_gb": ("2",),
     "reward.cache": ("false",),
     "reward.max_failed_fraction": ("0.1",),
     "reward.sandbox.time_limit": ("2.5",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from test_scorer import batch_of
 from verl.config import RewardConfig, SandboxConfig
 from verl.errors import RewardError
 from verl.rewards import code as module
-from verl.rewards.code import code, extract_code, score_program
+from verl.rewards.code import code, extract_code
 from verl.rewards.code_asserts import assert_tests
 from verl.rewards.code_tests import read_tests, same_output
 from verl.rewards.sandbox import Sandbox, SandboxError
@@ -27,7 +26,7 @@ SUMS = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7", "11\n"]}
 
 
 def score(program: str, truth, partial: bool = True, config: SandboxConfig = LIMITS):
-    return score_program(program, truth, partial, config)
+    return code(program, truth, partial=partial, sandbox=config)
 
 
 @pytest.mark.parametrize(
@@ -319,10 +318,3 @@ def test_checked_before_a_run(monkeypatch):
         RuleScorer(RewardConfig()).check_rows([Row()])
     with pytest.raises(RewardError, match="does not take"):
         RuleScorer(RewardConfig(rule="code", reward_kwargs={"method": "strict"}))
-
-
-def test_as_an_async_rule():
-    async def both():
-        return await asyncio.gather(*(code(f"print({n})", {"inputs": [""], "outputs": ["1"]}) for n in range(2)))
-
-    assert [result["score"] for result in asyncio.run(both())] == [0.0, 1.0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,21 @@ def test_another_name_and_two_files_of_one_name(file_of, tmp_path):
     second = load_function(file_of(GOOD.replace("1.0", "2.0"), "b/reward.py"))
     arguments = {"data_source": "s", "solution_str": "x", "ground_truth": "y"}
     assert (first.function(**arguments), second.function(**arguments)) == (1.0, 2.0)
+
+
+def test_a_file_that_hangs_at_import_is_named_and_given_up(file_of, monkeypatch, capfd):
+    monkeypatch.setattr("verl.user_code.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("verl.user_code.IMPORT_SECONDS", 0.35)
+    before, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
+    file = file_of("import time\ntry:\n    time.sleep(60)\nexcept Exception:\n    pass\n" + GOOD)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"(?s)cannot be imported.*not done within 0.35 s.*\(reward.py:3\)"):
+        load_function(file)
+    assert time.monotonic() - start < 5
+    assert capfd.readouterr().err.count(f"still importing the reward file {file}, for 0 s") == 3
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(
+        timer, abs=9
+    )
 
 
 def test_the_file_may_import_its_neighbours_and_define_dataclasses(file_of):

@@ -17,6 +17,7 @@ from test_scorer import batch_of
 
 from verl.config import RewardConfig
 from verl.errors import RewardError
+from verl.models.memory import free_memory
 from verl.rewards import pool as pool_module
 from verl.rewards.scorer import RuleScorer
 
@@ -310,6 +311,17 @@ def test_a_forged_answer_costs_its_worker_and_no_more(scorer_of, forged):
 def test_half_an_answer_is_not_waited_for(scorer_of):
     out = scorer_of(FORGER, timeout=0.5).score(batch_of(["1", "say(b'[', 100) or spin()", "2"])).non_tensor_batch
     assert out["score"].tolist() == [1.0, None, 2.0] and "no answer within" in out["reward_reason"][1]
+
+
+def test_memory_is_bounded_and_more_fails_its_call_alone(scorer_of):
+    out = scorer_of(worker_memory_gb=0.5).score(batch_of(["1", "len(bytearray(10**9))", "2"])).non_tensor_batch
+    assert out["score"].tolist() == [1.0, None, 2.0]
+    reason = out["reward_reason"][1]
+    assert reason.startswith("MemoryError (reward_") and "0.5 GiB (reward.worker_memory_gb)" in reason
+    texts = ["int(open('/proc/self/oom_score_adj').read())"]
+    texts.append("__import__('resource').getrlimit(__import__('resource').RLIMIT_DATA)[0] / 2**30")
+    last, limit = scores(scorer_of(), texts)
+    assert last == 1000 and 0 < limit <= max(4, free_memory() / 2**30)
 
 
 def test_workers_have_one_thread_and_no_torch(scorer_of):

@@ -14,6 +14,7 @@ from verl.errors import ConfigError, RewardError
 from verl.rewards.results import Score
 from verl.rewards.scorer import RuleScorer, combined
 from verl.trainer.batch_metrics import batch_metrics
+from verl.trainer.group_metrics import graded_rows, validation_metrics
 
 EVAL = "def compute_score(data_source, solution_str, ground_truth): return eval(solution_str)\n"
 LENGTH = "def compute_score(data_source, solution_str, ground_truth): return {'score': len(solution_str), 'acc': 0.5}\n"
@@ -97,6 +98,23 @@ def test_each_is_logged_apart_over_the_rows_that_it_scored(scorer_of):
     assert numbers["reward/mine/none"] == 1 and numbers["reward/mine/scored"] == 2
 
 
+def test_several_rewards_are_logged_apart_in_validation():
+    functions = {"right": {"rule": "gsm8k", "data_sources": "a"}, "long": {"rule": "length", "kwargs": {"least": 2}}}
+    scorer = RuleScorer(RewardConfig(functions=functions, num_workers=0))
+    batch = batch_of(["#### 1", "2", "#### 2"])
+    batch.non_tensor_batch["data_source"][:] = ["a", "a", "b"]
+    for name in ("uid", "finish_reason"):
+        batch.non_tensor_batch[name] = batch.non_tensor_batch["data_source"]
+    batch.batch["attention_mask"] = batch.batch["response_mask"].long()
+    assert validation_metrics(graded_rows(batch.union(scorer.score(batch))), 1) == {
+        "val-core/a/reward/mean@1": 1.0,
+        "val-aux/a/right/mean@1": 0.5,
+        "val-aux/a/long/mean@1": 0.5,
+        "val-core/b/reward/mean@1": 1.0,
+        "val-aux/b/long/mean@1": 1.0,
+    }
+
+
 COUNTED = """
 seen = {}
 def compute_score(data_source, solution_str, ground_truth):
@@ -124,7 +142,8 @@ def test_on_error_retry_asks_twice_more_and_stop_stops_at_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("functions", "said"),
     [
-        ("{a: {rule: gsm8k, wieght: 2}}", "a.wieght"),
+        ("{a: {rule: gsm8k, wieght: 2}}", "a.wieght is no key"),
+        ("{a: {rule: gsm8k, wieght: 2}}", "did you mean weight?"),
         ("{a: {}}", "a must say what it is, once"),
         ("{a: {rule: gsm8k, path: x.py}}", "a must say what it is, once"),
         ("{a: {rule: gsm8k, weight: much}}", "a.weight"),

@@ -129,7 +129,7 @@ def test_the_greedy_response_is_sampled_scored_and_not_trained_on(tmp_path: Path
     assert batch.non_tensor_batch["index"].tolist() == [0, 1, 2] * 4
     assert batch.meta_info["metrics"]["reward/scored"] == 16
     greedy = Sampler(remax.validation_sampling, remax, sampler.tokenizer)
-    alone = greedy.assemble(prompts, roles.rollout.generate(greedy.requests(prompts)))
+    alone = greedy.assemble(prompts, roles.rollout.generate(greedy.requests(prompts), prompts))
     expected = [float(sum(map(ord, text))) for text in alone.non_tensor_batch["response_text"]]
     assert batch.batch["baseline_scores"].tolist() == np.repeat(expected, 3).tolist()
     plain = tiny_config(tmp_path, tiny_model_dir, settings)

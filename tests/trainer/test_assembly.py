@@ -116,7 +116,7 @@ class Recorded:
     def __init__(self) -> None:
         self.asked: list[Request] = []
 
-    def generate(self, requests: list[Request]) -> list[Result]:
+    def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
         self.asked += requests
         return [result(request, "x") for request in requests]
 

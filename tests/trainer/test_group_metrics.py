@@ -149,8 +149,9 @@ def test_validation_metrics_by_hand() -> None:
         "val-core/math/acc/maj@2": 0.25,
         "val-core/code/reward/mean@2": -1.5,
         "val-core/code/reward/best@2": -1.0,  # no answers: no majority
+        "val-aux/math/unscored": 1,
     }
-    assert validation_metrics([Graded("math", "a", None)], 1) == {}
+    assert validation_metrics([Graded("math", "a", None)], 1) == {"val-aux/math/unscored": 1}
     assert validation_metrics([Graded("math", "a", 1.0, answer="7")], 1) == {"val-core/math/reward/mean@1": 1.0}
 
 

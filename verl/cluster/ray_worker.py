@@ -58,11 +58,11 @@ class RayWorkers:
             sum(r.tokens for r in reports), sum(r.differing for r in reports), max(r.largest for r in reports)
         )
 
-    def generate(self, requests: list[Request]) -> list[Result]:
+    def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
         shares = share_requests(requests, len(self._actors))
         calls = [
-            actor.generate.remote([requests[i] for i in share])
-            for actor, share in zip(self._actors, shares, strict=True)
+            actor.generate.remote([requests[i] for i in share], prompts if rank == 0 else None)  # it has the scorer
+            for rank, (actor, share) in enumerate(zip(self._actors, shares, strict=True))
         ]
         found: dict[int, Result] = {}
         for share, results in zip(shares, self._answers("generate", calls), strict=True):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
+from verl.cluster.early_scoring import PROMPT_COLUMNS
 from verl.protocol import DataProto
 from verl.rollout.protocol import EngineStats, Request, Result
 
@@ -14,7 +15,7 @@ from verl.rollout.protocol import EngineStats, Request, Result
 class WorkerCalls(Protocol):
     """What a process with all roles answers to: :class:`verl.cluster.worker.Worker`, or its stand-in over Ray."""
 
-    def generate(self, requests: list[Request]) -> list[Result]: ...
+    def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]: ...
     def publish(self, version: int) -> None: ...
     def engine_stats(self) -> EngineStats: ...
     def peak_memory_gb(self) -> float: ...
@@ -82,8 +83,8 @@ class Rollout(Protocol):
 
     apart: bool
 
-    def generate(self, requests: list[Request]) -> list[Result]:
-        """All of them, in their order."""
+    def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
+        """All of them, in their order; ``prompts``: whose they are, so that groups can be scored meanwhile."""
         ...
 
     def submit(self, requests: list[Request]) -> None:
@@ -117,8 +118,9 @@ class SharedRollout:
         self._submitted.clear()
         return self.generate(requests)
 
-    def generate(self, requests: list[Request]) -> list[Result]:
-        return self.worker.generate(requests)
+    def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
+        told = None if prompts is None else prompts.select(batch_keys=[], non_tensor_batch_keys=PROMPT_COLUMNS)
+        return self.worker.generate(requests, told)
 
     def publish(self, version: int) -> None:
         self.worker.publish(version)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
+from verl.cluster.early_scoring import EarlyScoring
 from verl.cluster.threads import worker_threads
 from verl.config import BatchPlan, Config, SupervisedConfig
 from verl.errors import ConfigError
@@ -139,8 +140,12 @@ class Worker:
 
     # rollout -------------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: list[Request]) -> list[Result]:
-        return generate(self._engine, requests)
+    def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
+        """Sample these; ``prompts``: whose they are, to be scored meanwhile; None: not here."""
+        if self._scorer is None or prompts is None:
+            return generate(self._engine, requests)
+        scoring = EarlyScoring(self._scorer, self._tokenizer, requests, prompts)
+        return generate(self._engine, requests, scoring.finished)
 
     def publish(self, version: int) -> None:
         """The actor's weights are the engine's own tensors: caches are dropped and the version is noted."""

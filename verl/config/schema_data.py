@@ -420,6 +420,11 @@ class RewardConfig(Section):
         gt=0,
         description="Time of one call, its own alone; what does not stop then is killed and counted as failed.",
     )
+    worker_memory_gb: Annotated[float, Unit("GiB")] | None = Field(
+        None,
+        gt=0,
+        description="Most memory of one of them; null: its share of half of what is free, but at least 4.",
+    )
     cache: bool = Field(
         True,
         description="Equal responses to one prompt are asked about once; false for functions that draw at random.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -49,7 +50,10 @@ class Callee:
         return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
     def failure(self, error: BaseException) -> Score:
-        return Score(None, "failed", reason=describe(error, self.file))
+        reason, most = describe(error, self.file), resource.getrlimit(resource.RLIMIT_DATA)[0]
+        if isinstance(error, MemoryError) and most != resource.RLIM_INFINITY:
+            reason += f"; it may take {most / 2**30:.3g} GiB (reward.worker_memory_gb)"
+        return Score(None, "failed", reason=reason)
 
 
 Tell = Callable[[int, list[Score]], None]
@@ -79,6 +83,13 @@ def run(callee: Callee, calls: Sequence[Call], tell: Tell, limit: float | None =
             one = call.count is None
             scores = [check_result(result)] if one else check_batch(result, call.count or 0, callee.name)
         tell(number, _timed(scores, start))
+
+
+def answers(callee: Callee, calls: Sequence[Call]) -> list[Score]:
+    """Make the calls here; the scores of all, in order. Raises as :func:`run`."""
+    scores: list[list[Score]] = [[] for _ in calls]
+    run(callee, calls, scores.__setitem__)
+    return [score for found in scores for score in found]
 
 
 async def _gather(callee: Callee, calls: Sequence[Call], tell: Tell, limit: float | None) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -28,20 +25,13 @@ def extract_code(response_text: str) -> str:
     return blocks[-1][1] if blocks else response_text
 
 
-async def code(
+def code(
     response_text: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     partial: bool = False,
     sandbox: SandboxConfig | None = None,
 ) -> dict[str, Any]:
-    """:func:`score_program` in a thread of its own; at most ``reward.sandbox.workers`` at once."""
-    config = sandbox or SandboxConfig()
-    loop, threads = asyncio.get_running_loop(), _threads(config.workers or min(len(os.sched_getaffinity(0)), 64))
-    return await loop.run_in_executor(threads, score_program, response_text, ground_truth, partial, config)
-
-
-def score_program(response_text: str, ground_truth: Any, partial: bool, config: SandboxConfig) -> dict[str, Any]:
     """1 if the program of the response passes all tests, else 0.
 
     Args:
@@ -57,7 +47,7 @@ def score_program(response_text: str, ground_truth: Any, partial: bool, config: 
     tests = _tests(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth))
     program = extract_code(response_text)
     total = sum(len(test.checks) for test in tests)
-    verdicts = _verdicts(program, tests, config, stop=not partial) if program.strip() else []
+    verdicts = _verdicts(program, tests, sandbox or SandboxConfig(), stop=not partial) if program.strip() else []
     passed = verdicts.count(None)
     right = float(passed == total)
     reason = next(filter(None, verdicts), None if verdicts else "no code")
@@ -71,11 +61,6 @@ def check_sandbox(config: SandboxConfig) -> None:
         run = sandbox.run("stdin")
     if run.stdout != b"42\n":
         raise SandboxError("The sandbox does not run a simple program.", run.trouble or run.stdout[:80])
-
-
-@lru_cache(maxsize=1)
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="reward-code")
 
 
 @lru_cache(maxsize=256)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.rewards import batched, calls
 from verl.rewards.code import check_sandbox, code
 from verl.rewards.custom import VERL, UserFunction, accepts
-from verl.rewards.pool import Pool
+from verl.rewards.pool import Pool, cores
 from verl.rewards.pool_worker import Target
 from verl.rewards.results import Score
 from verl.rewards.rules import IN_POOL, Rule, by_source
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 ROW_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")  # what a reward is told of a response
 
 
-class Reward(Protocol):
-    """Something that scores a batch of rows."""
+Pending = Callable[[], list[Score]]
+"""Waits for the scores of the rows that were begun: one a row, in order."""
+
+
+class Reward:
+    """Something that scores a batch of rows. This one stands for a reward model where none is loaded: in the checks
+    before a run."""
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
         """Refuse, before a run starts, rows of a dataset that cannot be scored. Raises RewardError."""
-        ...
 
     def score(self, rows: DataProto) -> list[Score]:
         """One :class:`Score` a row, in order.
@@ -36,20 +41,20 @@ class Reward(Protocol):
         Args:
             rows: columns ``ROW_COLUMNS``, and whatever else a batch has after rollout; every row has a response token.
         """
-        ...
-
-
-class AbsentReward:
-    """Stands for a reward model where none is loaded: in the checks before a run."""
-
-    def check_rows(self, rows: Sequence[PromptRow]) -> None:
-        pass
-
-    def score(self, rows: DataProto) -> list[Score]:
         raise RewardError("The reward model is not loaded here.", fix="score in the worker of a run")
 
+    def begin(self, rows: DataProto) -> Pending | None:
+        """Begin to score some rows of a batch, which need ``ROW_COLUMNS`` and ``raw_prompt`` only, and return at once.
 
-class RuleReward:
+        None: it looks at a batch as a whole, or has nothing that could work meanwhile.
+        """
+        return None
+
+    def close(self) -> None:
+        """Give up what was begun."""
+
+
+class RuleReward(Reward):
     """A built-in rule.
 
     Args:
@@ -60,6 +65,7 @@ class RuleReward:
 
     def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any], sandbox: SandboxConfig, pool: Pool | None) -> None:
         self._rule, self._kwargs, self._sandbox, self._pool = rule, dict(kwargs), sandbox, pool
+        self._threads: ThreadPoolExecutor | None = None
         if rule is not None:
             self._checked(rule)
 
@@ -69,21 +75,42 @@ class RuleReward:
             check_sandbox(self._sandbox)
 
     def score(self, rows: DataProto) -> list[Score]:
+        return self.begin(rows)()
+
+    def begin(self, rows: DataProto) -> Pending:
         told = list(_told(rows))
         places: dict[Rule, list[int]] = {}
         for i, (_, source, _, _) in enumerate(told):
             places.setdefault(self._rule or self._checked(by_source(source)), []).append(i)
-        scores: dict[int, Score] = {}
-        for rule, own in places.items():
-            options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
-            made = [
-                calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra, **options})
-                for text, _, truth, extra in (told[i] for i in own)
-            ]
-            pool = self._pool if rule.__name__ in IN_POOL else None
-            found = _answers(pool, Target(rule.__name__), calls.Callee(rule, rule.__name__), made)
-            scores.update(zip(own, found, strict=True))
-        return [scores[i] for i in range(len(told))]
+        pending = [self._begun(rule, [told[i] for i in own]) for rule, own in places.items()]
+
+        def wait() -> list[Score]:
+            scores: dict[int, Score] = {}
+            for own, found in zip(places.values(), pending, strict=True):
+                scores.update(zip(own, found(), strict=True))
+            return [scores[i] for i in range(len(told))]
+
+        return wait
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+    def _begun(self, rule: Rule, told: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> Pending:
+        options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
+        made = [
+            calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra, **options})
+            for text, _, truth, extra in told
+        ]
+        name = rule.__name__
+        callee = calls.Callee(rule, name)
+        if rule is not code:
+            return _begin(self._pool if name in IN_POOL else None, Target(name), callee, made)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._sandbox.workers or min(cores(), 64), "reward-code")
+        futures = [self._threads.submit(calls.answers, callee, [call]) for call in made]
+        return lambda: [score for future in futures for score in future.result()]
 
     def _checked(self, rule: Rule) -> Rule:
         refused = [name for name in self._kwargs if not accepts(rule, name)]
@@ -93,7 +120,7 @@ class RuleReward:
         return rule
 
 
-class FunctionReward:
+class FunctionReward(Reward):
     """A user's function in any of the three signatures.
 
     Args:
@@ -125,7 +152,13 @@ class FunctionReward:
             )
 
     def score(self, rows: DataProto) -> list[Score]:
-        return _answers(self._pool, self._target, self._callee, self._calls(rows))
+        return _begin(self._pool, self._target, self._callee, self._calls(rows))()
+
+    def begin(self, rows: DataProto) -> Pending | None:
+        # What is called here would only be in the way of what goes on meanwhile.
+        if self._pool is None or self._function.signature is not VERL:
+            return None
+        return _begin(self._pool, self._target, self._callee, self._calls(rows))
 
     def _calls(self, rows: DataProto) -> list[calls.Call]:
         if self._function.signature is VERL:
@@ -139,18 +172,14 @@ class FunctionReward:
         if self._function.takes("extra_info"):
             # A copy (a worker's is one): what the function does to it must not reach the dataset or the group's others.
             arguments["extra_info"] = copy.deepcopy(extra) if self._pool is None else extra
-
         return arguments
 
 
-def _answers(pool: Pool | None, target: Target, callee: calls.Callee, made: Sequence[calls.Call]) -> list[Score]:
-    """Of all calls, in order."""
-    scores: list[list[Score]] = [[] for _ in made]
+def _begin(pool: Pool | None, target: Target, callee: calls.Callee, made: Sequence[calls.Call]) -> Pending:
     if pool is None:
-        calls.run(callee, made, scores.__setitem__)
-    else:
-        scores = pool.gather(pool.submit(target, made, callee.is_async))
-    return [score for found in scores for score in found]
+        return lambda: calls.answers(callee, made)
+    jobs = pool.submit(target, made, callee.is_async)
+    return lambda: [score for found in pool.gather(jobs) for score in found]
 
 
 def _told(rows: DataProto) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:

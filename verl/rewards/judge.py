@@ -13,18 +13,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
-from verl.rewards.functions import ROW_COLUMNS
+from verl.rewards.functions import ROW_COLUMNS, Pending, Reward
 from verl.rewards.results import Score, check_result
 
 if TYPE_CHECKING:
     from verl.config.schema_data import JudgeConfig
-    from verl.data.rows import PromptRow
 
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that another try may mend
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a further try: doubled from one to the next
@@ -32,7 +31,7 @@ PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 SHOWN = 200  # characters of an answer in a reason
 
 
-class Judge:
+class Judge(Reward):
     """Asks the endpoint about each response, ``max_concurrency`` at a time; a :class:`verl.rewards.functions.Reward`.
 
     Args:
@@ -54,17 +53,24 @@ class Judge:
                 raise RewardError("The environment variable with the judge's key is not set.", config.api_key_env, fix)
             self._headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
         self._turn, self._next_start = threading.Lock(), 0.0
-
-    def check_rows(self, rows: Sequence[PromptRow]) -> None:
-        """Any row can be asked about."""
+        self._threads: ThreadPoolExecutor | None = None
 
     def score(self, rows: DataProto) -> list[Score]:
-        """See :class:`verl.rewards.functions.Reward`; also asks for the column ``raw_prompt``."""
+        return self.begin(rows)()
+
+    def begin(self, rows: DataProto) -> Pending:
         check_columns(rows, *ROW_COLUMNS, "raw_prompt")
         columns = rows.non_tensor_batch
         told = zip(columns["raw_prompt"], columns["response_text"], columns["ground_truth"], strict=True)
-        with ThreadPoolExecutor(self._config.max_concurrency, "judge") as pool:
-            return list(pool.map(lambda row: self._judge(*row), told))
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._config.max_concurrency, "judge")
+        asked = [self._threads.submit(self._judge, *row) for row in told]
+        return lambda: [future.result() for future in asked]
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
 
     def _judge(self, prompt: Any, response: str, truth: Any) -> Score:
         told = {"prompt": as_text(prompt), "response": response, "ground_truth": str(truth)}

@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -28,18 +29,23 @@ MESSAGE_BYTES = 64  # of every message, so that none is read with the next
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(descriptor: int, parent: int, modules: list[str]) -> None:
+def main(descriptor: int, parent: int, modules: list[str], memory: int) -> None:
     """Serve until the parent is gone.
 
     Args:
         descriptor: of the control socket.
         parent: process that this one ends with.
         modules: what workers need and take long to import; missing ones are left to the workers.
+        memory: bytes that each process here may have for itself.
     """
     os.dup2(2, 1)  # what a reward function prints must not get between a command's own output
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # those are for the run
         signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+    with contextlib.suppress(OSError):  # if the machine runs out of memory, these go before the run
+        Path("/proc/self/oom_score_adj").write_text("1000")
     from verl.rewards import pool_worker
 
     for module in modules:

@@ -21,19 +21,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import RewardError
+from verl.models.memory import free_memory
 from verl.rewards.calls import Call, too_slow
 from verl.rewards.channel import Channel, pack
 from verl.rewards.nursery import END_SECONDS, MESSAGE_BYTES
 from verl.rewards.pool_worker import IN_PROCESS, Target, heard
 from verl.rewards.results import Score
 from verl.rewards.rules import IN_POOL
+from verl.user_code import IMPORT_SECONDS
 
 GROW_SECONDS = 0.1  # calls that wait so long get more workers, twice as many
 IDLE_SECONDS = 60.0  # a worker that had nothing to do for so long ends
-START_SECONDS = 120.0  # for a worker to start and import the user's file
+START_SECONDS = IMPORT_SECONDS + 30.0  # for a worker to start and import the user's file
 GRACE_SECONDS = 1.0  # async calls are cut off in the worker at their limit, if its event loop still turns
 CHUNK = 64  # most calls given to a worker at once
 LOST_AT_MOST = 3  # workers that may end before they come to a call
+LEAST_MEMORY = 4 * 2**30  # bytes of a worker, where nobody says how many
 CACHED = 65536  # calls whose scores are remembered
 _START = "import json, sys; a = json.loads(sys.argv[1]); sys.path[:] = a.pop('path'); "
 _START += "from verl.rewards.nursery import main; main(**a)"
@@ -90,10 +93,13 @@ class Pool:
         most, least: workers; above ``least`` they come and go with the number of waiting calls.
         limit: seconds for each call of its own time.
         cached: equal calls of one function for one response are made once, and remembered.
+        memory: bytes of each worker; None: its share of half of what is free, but at least ``LEAST_MEMORY`` of it.
     """
 
-    def __init__(self, most: int, least: int, limit: float, cached: bool) -> None:
+    def __init__(self, most: int, least: int, limit: float, cached: bool, memory: int | None = None) -> None:
         self._most, self._least, self._limit, self._cached = most, least, limit, cached
+        half = free_memory() // 2
+        self._memory = memory or max(half // max(most, 1), min(half, LEAST_MEMORY))
         self._waiting: deque[Job] = deque()
         self._open: dict[bytes, Job] = {}  # by key, until they are gathered
         self._scores: OrderedDict[bytes, list[Score]] = OrderedDict()
@@ -128,10 +134,11 @@ class Pool:
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
-            for key, _ in selector.select(timeout) if self._workers else ():
-                self._hear(key.data)
+            ready = [key.data for key, _ in selector.select(timeout)] if self._workers else []
+        for worker in ready:
+            self._hear(worker)
         now = time.monotonic()
-        for worker in list(self._workers):
+        for worker in [worker for worker in self._workers if worker not in ready]:  # whoever looks late is no limit
             if worker.jobs and now > self._due(worker):
                 self._lost(worker, too_slow(self._limit))
 
@@ -247,6 +254,7 @@ class Pool:
             # Imported once, before the workers are forked.
             modules = {IN_POOL.get(job.target.name) for job in self._waiting if job.target.path is None} - {None}
             arguments = {"descriptor": theirs.fileno(), "parent": os.getpid(), "modules": list(modules)}
+            arguments["memory"] = self._memory
             nursery = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps({**arguments, "path": sys.path})],
                 stdin=subprocess.DEVNULL,
@@ -316,6 +324,11 @@ class Pool:
         if self._waiting and len(self._workers) < self._most:
             dues.append(GROW_SECONDS)
         return max(0.0, min(dues)) + 0.001 if dues else 0.0
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _key(target: Target, call: Call) -> bytes:

@@ -6,10 +6,10 @@ A score is placed on the last trained token of its response. A response that can
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -20,9 +20,9 @@ from verl.protocol import DataProto, check_columns
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
 from verl.rewards.batched import Decode
 from verl.rewards.custom import check_function, load_function
-from verl.rewards.functions import ROW_COLUMNS, AbsentReward, FunctionReward, Reward, RuleReward
+from verl.rewards.functions import ROW_COLUMNS, FunctionReward, Pending, Reward, RuleReward
 from verl.rewards.judge import Judge
-from verl.rewards.pool import Pool
+from verl.rewards.pool import Pool, cores
 from verl.rewards.pool_worker import Target
 from verl.rewards.results import MEANINGFUL, Outcome, Score, check_result
 from verl.rewards.rules import rule_named
@@ -81,9 +81,12 @@ class RuleScorer:
             self._parts = [*others, *judges]
             if len(self._parts) == 1:
                 self._parts = [Part("", judges[0].reward)]
+        self._begun: dict[tuple[str, str, int, str], tuple[Pending, int]] = {}
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """End the worker processes, if there are any, and give up what was begun."""
+        for part in self._parts:
+            part.reward.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -102,6 +105,27 @@ class RuleScorer:
                 shown = ", ".join(f"{part.name}: {', '.join(part.data_sources)}" for part in self._parts)
                 fix = f"add it to data_sources of one of them ({shown})"
                 raise RewardError("No entry of reward.functions is for this data source.", source, fix)
+
+    def submit(self, rows: DataProto) -> None:
+        """Begin to score rows of a batch whose others are still being generated; :meth:`score` finds what came of it.
+
+        Rewards that look at a batch as a whole wait for it, as does whoever would take time from the generation.
+
+        Args:
+            rows: columns ``response_text, data_source, ground_truth, extra_info, raw_prompt``, and ``uid`` and
+                ``index``, which the batch must have as well.
+        """
+        for part, _, own in self._shares(rows):
+            pending = part.reward.begin(own)
+            if pending is not None:
+                pending = cache(pending)
+                self._begun |= {key: (pending, i) for i, key in enumerate(_keys(part.name, own))}
+        self.pump()
+
+    def pump(self) -> None:
+        """Move what was begun on, where nobody waits for it yet; to be called often."""
+        if self._pool is not None and self._begun:
+            self._pool.pump()
 
     def score(self, batch: DataProto) -> DataProto:
         """Score every response of ``batch``.
@@ -131,6 +155,7 @@ class RuleScorer:
             found = self.judge(batch[asked], counts)
             for place, score in zip(asked.nonzero().flatten().tolist(), found, strict=True):
                 scores[place] = score
+        self._begun.clear()
         reasons = [score.reason for score in scores if score.reason is not None]
         self._check_share(len(reasons), int(asked.sum()), reasons)
         counts.update(_counts("", scores))
@@ -149,23 +174,41 @@ class RuleScorer:
         Args:
             counts: gets how many responses each of several rewards scored, failed for, and so on.
         """
-        sources = rows.non_tensor_batch["data_source"].tolist()
-        found: list[dict[str, Score]] = [{} for _ in sources]
-        for part in self._parts:
-            places = [i for i, source in enumerate(sources) if part.is_for(source)]
-            if places:
-                scores = self._tried(part.reward, rows if len(places) == len(rows) else rows.select_idxs(places))
-                for i, score in zip(places, scores, strict=True):
-                    found[i][part.name] = score
-                if part.name and counts is not None:
-                    counts.update(_counts(f"{part.name}/", scores))
+        found: list[dict[str, Score]] = [{} for _ in range(len(rows))]
+        begun = [(*share, self._begin(share[0], share[2])) for share in self._shares(rows)]  # they work side by side
+        for part, places, own, wait in begun:
+            scores = self._retried(part.reward, own, wait())
+            for i, score in zip(places, scores, strict=True):
+                found[i][part.name] = score
+            if part.name and counts is not None:
+                counts.update(_counts(f"{part.name}/", scores))
         if not self._parts[0].name:
             return [scores[""] for scores in found]
         weights = {part.name: part.weight for part in self._parts}
         return [combined(scores, weights) for scores in found]
 
-    def _tried(self, reward: Reward, rows: DataProto) -> list[Score]:
-        scores = reward.score(rows)
+    def _shares(self, rows: DataProto) -> Iterator[tuple[Part, list[int], DataProto]]:
+        """Of each part that has any: the places of the rows that it is for, and these rows."""
+        sources = rows.non_tensor_batch["data_source"].tolist()
+        for part in self._parts:
+            places = [i for i, source in enumerate(sources) if part.is_for(source)]
+            if places:
+                yield part, places, rows if len(places) == len(rows) else rows.select_idxs(places)
+
+    def _begin(self, part: Part, rows: DataProto) -> Pending:
+        """What :meth:`submit` has not begun of these rows; waits for them all."""
+        begun = [self._begun.get(key) for key in _keys(part.name, rows)] if self._begun else [None] * len(rows)
+        late = [i for i, found in enumerate(begun) if found is None]
+        rest = rows if len(late) == len(rows) else rows.select_idxs(late)
+        pending = (part.reward.begin(rest) if late else list) or (lambda: part.reward.score(rest))
+
+        def wait() -> list[Score]:
+            fresh = iter(pending())
+            return [next(fresh) if found is None else found[0]()[found[1]] for found in begun]
+
+        return wait
+
+    def _retried(self, reward: Reward, rows: DataProto, scores: list[Score]) -> list[Score]:
         for _ in range(RETRIES * (self.config.on_error == "retry")):
             failed = [i for i, score in enumerate(scores) if score.outcome == "failed"]
             if failed:
@@ -185,9 +228,9 @@ class RuleScorer:
 
 
 def _new_pool(config: RewardConfig) -> Pool:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = cores if config.num_workers is None else config.num_workers
-    return Pool(most, min(config.min_workers, most), config.timeout, config.cache)
+    most = cores() if config.num_workers is None else config.num_workers
+    memory = None if config.worker_memory_gb is None else int(config.worker_memory_gb * 2**30)
+    return Pool(most, min(config.min_workers, most), config.timeout, config.cache, memory)
 
 
 def _parts(
@@ -209,7 +252,7 @@ def _parts(
 def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
     """Models that score."""
     if config.model.path is not None:
-        yield Part("model", model or AbsentReward(), config.model.weight)
+        yield Part("model", model or Reward(), config.model.weight)
     if config.judge.base_url is not None:
         yield Part("judge", Judge(config.judge), config.judge.weight)
 
@@ -271,6 +314,12 @@ def place_scores(values: Sequence[float | None], response_mask: torch.Tensor) ->
     last = response_mask.shape[1] - 1 - response_mask.flip(1).to(torch.uint8).argmax(dim=1)
     scores = torch.zeros(response_mask.shape, dtype=torch.float32)
     return scores.scatter_(1, last[:, None].clamp(min=0), torch.where(scored, own, 0.0)[:, None])
+
+
+def _keys(part: str, rows: DataProto) -> list[tuple[str, str, int, str]]:
+    """What tells a response from all others, for one of the rewards."""
+    names = ("uid", "index", "response_text")
+    return [(part, *row) for row in zip(*(rows.non_tensor_batch[name].tolist() for name in names), strict=True)]
 
 
 def _counts(prefix: str, scores: Sequence[Score]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -219,8 +219,13 @@ class RolloutEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-def generate(engine: RolloutEngine, requests: list[Request]) -> list[Result]:
+def generate(
+    engine: RolloutEngine, requests: list[Request], finished: Callable[[list[Result]], None] = lambda _: None
+) -> list[Result]:
     """All requests to their end; results in the order of the requests.
+
+    Args:
+        finished: is told after each step what has ended in it, if anything.
 
     Raises:
         EngineError: the engine is paused, or has other requests, whose results would be lost here.
@@ -235,5 +240,7 @@ def generate(engine: RolloutEngine, requests: list[Request]) -> list[Result]:
     engine.submit(requests)
     results: dict[Slot, Result] = {}
     while len(results) < len(requests):
-        results.update((result.slot, result) for result in engine.step())
+        ended = engine.step()
+        results.update((result.slot, result) for result in ended)
+        finished(ended)
     return [results[request.slot] for request in requests]

@@ -11,6 +11,7 @@ from verl.algorithms.metric import Metric, max_metric, mean_metric, spread_metri
 from verl.protocol import DataProto
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
 from verl.trainer.advantages import cut_rows
+from verl.trainer.group_metrics import reward_names
 
 # Parts of a step whose time is also given by token.
 PER_TOKEN = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -42,12 +43,11 @@ def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]
     }
     if "values" in columns:
         metrics |= spread_metrics("critic/values", columns["values"], mask)
-    counts = batch.meta_info.get("metrics", {})
-    for name in (key.split("/")[1] for key in counts if key.endswith("/scored") and key.count("/") == 2):
+    for name in reward_names(batch):
         values: Iterable[float | None] = batch.non_tensor_batch.get(REWARD_EXTRA_PREFIX + name, [])
         known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         metrics |= spread_metrics(f"critic/reward/{name}", known)
-    for name, count in counts.items():
+    for name, count in batch.meta_info.get("metrics", {}).items():
         metrics[name] = Metric(float(count), 1.0, "sum")
     return metrics
 

@@ -21,6 +21,6 @@ def evaluate(
     """
     batches = []
     for prompts in iterate_once(dataset, batch_size, "val", pass_number):
-        batch = sampler.assemble(prompts, roles.rollout.generate(sampler.requests(prompts)))
+        batch = sampler.assemble(prompts, roles.rollout.generate(sampler.requests(prompts), prompts))
         batches.append(batch.union(roles.scorer.score(batch)))
     return validation_metrics([row for batch in batches for row in graded_rows(batch)], sampler.plan.n), batches

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
@@ -30,6 +30,7 @@ class Graded:
         answer: what majorities are counted by, None where the response has none.
         length: tokens.
         cut: ended by the length limit.
+        parts: of several rewards, what each gave, before its weight.
     """
 
     source: str
@@ -39,6 +40,13 @@ class Graded:
     answer: str | None = None
     length: int = 0
     cut: bool = False
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def reward_names(batch: DataProto) -> list[str]:
+    """Of a scored batch: the rewards that were added, none where there was one only."""
+    counts = batch.meta_info.get("metrics", {})
+    return [key.split("/")[1] for key in counts if key.endswith("/scored") and key.count("/") == 2]
 
 
 def graded_rows(batch: DataProto) -> list[Graded]:
@@ -55,10 +63,13 @@ def graded_rows(batch: DataProto) -> list[Graded]:
     answers = [
         _text(answer if pred is None else pred) for pred, answer in zip(extra("pred"), extra("answer"), strict=True)
     ]
+    names = reward_names(batch)
+    said = zip(*map(extra, names), strict=True) if names else [()] * size
+    parts = [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in said]
     return [
-        Graded(str(source), str(uid), score, _accuracy(acc), answer, length, finish == "length")
-        for (source, uid, score, acc), answer, length, finish in zip(
-            named, answers, lengths, columns["finish_reason"], strict=True
+        Graded(str(source), str(uid), score, _accuracy(acc), answer, length, finish == "length", own)
+        for (source, uid, score, acc), answer, length, finish, own in zip(
+            named, answers, lengths, columns["finish_reason"], parts, strict=True
         )
     ]
 
@@ -212,12 +223,20 @@ def score_estimates(rows: Sequence[Graded], n: int, kind: str, ks: Iterable[int]
 def validation_metrics(rows: Iterable[Graded], n: int) -> dict[str, float]:
     """``val-core/{source}/{acc|reward}/{mean@N, best@N, maj@N}`` of the responses that could be scored.
 
+    Of several rewards also ``val-aux/{source}/{name}/mean@N``, before their weights and each over the responses that it
+    scored; and where responses could not be scored, how many: ``val-aux/{source}/unscored``.
+
     Args:
         n: responses a prompt.
     """
-    return {
-        f"val-core/{source}/{kind}/{name}": found.value
-        for source, own in by_source(rows).items()
-        for kind in KINDS
-        for name, found in score_estimates(own, n, kind, [n]).items()
-    }
+    metrics: dict[str, float] = {}
+    for source, own in by_source(rows).items():
+        for kind in KINDS:
+            found = score_estimates(own, n, kind, [n])
+            metrics |= {f"val-core/{source}/{kind}/{name}": figure.value for name, figure in found.items()}
+        for name in sorted({name for row in own for name in row.parts}):
+            values = [row.parts[name] for row in own if name in row.parts]
+            metrics[f"val-aux/{source}/{name}/mean@{n}"] = fmean(values)
+        if unscored := sum(row.reward is None for row in own):
+            metrics[f"val-aux/{source}/unscored"] = unscored
+    return metrics

@@ -27,7 +27,7 @@ from verl.trainer.timer import StepTimer
 def rollout(prompts: DataProto, roles: Roles, sampler: Sampler, timer: StepTimer) -> DataProto:
     """Sample the responses of these prompts and score them, as :func:`scored` says."""
     with timer("gen"):
-        results = roles.rollout.generate(sampler.requests(prompts))
+        results = roles.rollout.generate(sampler.requests(prompts), prompts)
     return scored(sampler.assemble(prompts, results), roles, sampler, timer)
 
 

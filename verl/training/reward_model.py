@@ -12,12 +12,12 @@ from verl.config.schema_data import RewardModelConfig
 from verl.data.conversations import Renderer, UnusableError
 from verl.data.packing import plan_micro_batches
 from verl.data.rendering import cut
-from verl.data.rows import PromptRow
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_classifier, load_tokenizer, stop_ids
 from verl.models.packed import pack_rows
 from verl.models.policy import ValueModel, model_device
 from verl.protocol import DataProto, check_columns
+from verl.rewards.functions import Reward
 from verl.rewards.results import Score, check_result
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 COLUMNS = ("responses", "attention_mask", "prompt_ids", "raw_prompt", "response_text", "uid")
 
 
-class RewardModel:
-    """Scores a response by what the model's head says behind its last token; a :class:`verl.rewards.functions.Reward`.
+class RewardModel(Reward):
+    """Scores a response by what the model's head says behind its last token.
 
     A model with the actor's tokenizer and chat template reads the very ids that were sampled. Any other reads prompt
     and response rendered anew by its own.
@@ -52,9 +52,6 @@ class RewardModel:
         self._model, self._config = model.requires_grad_(False).eval(), config
         self._limit = min(config.max_token_len_per_gpu, config.max_length or 2**60, positions or 2**60)
         self._renderer = None if _alike(tokenizer, actor_tokenizer) else Renderer(tokenizer, ends, {})
-
-    def check_rows(self, rows: Sequence[PromptRow]) -> None:
-        """Any row can be scored."""
 
     def score(self, rows: DataProto) -> list[Score]:
         """See :class:`verl.rewards.functions.Reward`; also asks for the columns ``COLUMNS``."""
