@@ -215,6 +215,11 @@ class RunDir:
         return self.path / "skipped.jsonl"
 
     @property
+    def wishes(self) -> Path:
+        """What its user asks of a run that is under way (``verl scale``): a JSON object."""
+        return self.path / "wishes.json"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

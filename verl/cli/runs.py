@@ -1,4 +1,4 @@
-"""``verl run list``, ``verl run show`` and ``verl report``: looking at runs."""
+"""``verl run list``, ``verl run show``, ``verl report`` and ``verl scale``: looking at runs and after them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def add(commands: Commands) -> None:
     show.add_argument("--json", action="store_true", help="as JSON")
     show.set_defaults(command=_show)
 
+    scale = commands.add_parser(
+        "scale", parents=[common()], help="change the number of rollout workers of a run while it runs"
+    )
+    scale.add_argument("run", help=RUN_HELP)
+    scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="how many there shall be")
+    scale.set_defaults(command=_scale)
+
     report = commands.add_parser("report", parents=[common()], help="write a run's report page again; prints its path")
     report.add_argument("run", help=RUN_HELP)
     report.set_defaults(command=_report)
@@ -38,6 +45,29 @@ def _report(arguments: argparse.Namespace) -> None:
     from verl.tracking.runs import find_run
 
     print(write_report(find_run(arguments.run)))
+
+
+def _scale(arguments: argparse.Namespace) -> None:
+    from verl.config import load_config
+    from verl.errors import ConfigError, VerlError
+    from verl.run_dir import json_line, write_atomic
+    from verl.tracking.runs import find_run
+
+    run, wanted = find_run(arguments.run), arguments.rollout_workers
+    config = load_config(str(run.config), []).config
+    least, most = config.rollout.min_workers, config.rollout.max_workers
+    if not run.is_locked():
+        raise VerlError("the run is not running on this machine", str(run.path), "start it with verl train first")
+    if not config.cluster.placement.rollout_alone:
+        fix = "start it with cluster.placement.rollout=rollout and rollout.max_workers"
+        raise ConfigError("the run has no rollout workers of its own", str(run.path), fix)
+    if not (least or 1) <= wanted <= (most or wanted):
+        limits = f"rollout.min_workers={least or 1}, rollout.max_workers={most}"
+        raise ConfigError(
+            f"--rollout-workers is outside the run's limits ({limits})", wanted, "ask for a number within"
+        )
+    write_atomic(run.wishes, json_line({"rollout_workers": wanted}) + "\n")
+    print(f"asked {run.path} for {wanted} rollout workers; its events.log tells when they come and go")
 
 
 # --- verl run list --------------------------------------------------------------------------------------------------

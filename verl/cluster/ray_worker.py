@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,10 +52,7 @@ class RayWorkers:
         self._kills = memory_kills()
 
     def setup(self) -> ParityReport:
-        reports = self._answers("setup", [actor.setup.remote() for actor in self._actors])
-        return ParityReport(
-            sum(r.tokens for r in reports), sum(r.differing for r in reports), max(r.largest for r in reports)
-        )
+        return ParityReport.total(self._answers("setup", [actor.setup.remote() for actor in self._actors]))
 
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
         shares = share_requests(requests, len(self._actors))
@@ -74,8 +70,19 @@ class RayWorkers:
 
     def engine_stats(self) -> EngineStats:
         stats = self._answers("engine_stats", [actor.engine_stats.remote() for actor in self._actors])
-        sums = {field.name: sum(getattr(s, field.name) for s in stats) for field in fields(EngineStats)}
-        return EngineStats(**sums | {"version": stats[0].version})
+        return EngineStats.total(stats, stats[0].version)
+
+    def exported_weights(self) -> Any:
+        """A reference to the actor's weights, which lie in the object store then; see :class:`RolloutPool`."""
+        reference = self._actors[0].exported_weights.remote()
+        ray.wait([reference], fetch_local=False)
+        return reference
+
+    def parity_probe(self) -> list[Request]:
+        return self._answers("parity_probe", [self._actors[0].parity_probe.remote()])[0]
+
+    def compare(self, requests: list[Request], results: list[Result]) -> ParityReport:
+        return self._answers("compare", [self._actors[0].compare.remote(requests, results)])[0]
 
     def peak_memory_gb(self) -> float:
         """Of the rank that had the most."""

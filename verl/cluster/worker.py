@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.early_scoring import EarlyScoring
+from verl.cluster.rollout_worker import Weights, exported
 from verl.cluster.threads import worker_threads
 from verl.config import BatchPlan, Config, SupervisedConfig
 from verl.errors import ConfigError
@@ -30,7 +31,7 @@ from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
 from verl.rollout.embedded import EmbeddedEngine, EngineLimits
-from verl.rollout.parity import ParityReport, check_parity
+from verl.rollout.parity import ParityReport, compare, probe_requests
 from verl.rollout.protocol import EngineStats, Request, Result, generate
 from verl.training.actor import Actor
 from verl.training.critic import Critic
@@ -96,15 +97,8 @@ class Worker:
             model = load_reward_model(config, device, self._tokenizer)
             self._scorer = RuleScorer(config.reward, self._tokenizer.decode, self._reward, model)
         self._require_same_weights()
-        rows = -(-config.data.train_batch_size * config.rollout.n // self._ranks.size)
-        return check_parity(
-            self._engine,
-            policy,
-            rows=min(config.rollout.max_num_seqs, rows),
-            longest=config.data.max_prompt_length + config.data.max_response_length,
-            group_size=config.rollout.n,
-            temperature=config.rollout.temperature,
-        )
+        requests = self.parity_probe()
+        return self.compare(requests, self.generate(requests))
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
         model = self._load(self._config.model.path, torch.float32, device)
@@ -153,6 +147,21 @@ class Worker:
 
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def exported_weights(self) -> Weights:
+        """The actor's, for rollout workers."""
+        return exported(self._actor.policy.model)
+
+    def parity_probe(self) -> list[Request]:
+        """What rollout workers sample so that :meth:`compare` can tell whether they agree with the trainer."""
+        config = self._config
+        rows = -(-config.data.train_batch_size * config.rollout.n // self._ranks.size)
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        rows, n = min(config.rollout.max_num_seqs, rows), config.rollout.n
+        return probe_requests(self._actor.policy, rows, longest, n, config.rollout.temperature)
+
+    def compare(self, requests: list[Request], results: list[Result]) -> ParityReport:
+        return compare(self._actor.policy, requests, results, self._config.rollout.temperature)
 
     def peak_memory_gb(self) -> float:
         """Most memory (GiB) that this process ever had: of the GPU where it computes on one, else of the machine."""

@@ -142,10 +142,16 @@ class RolloutConfig(Section):
         "replaced.",
     )
     min_workers: Annotated[int, Unit("workers")] | None = Field(
-        None, ge=1, description="Rollout workers of their own: never fewer than this; null: as many as at the start."
+        None,
+        ge=1,
+        description="Rollout workers of their own: never fewer than this; null: as many as at the start, "
+        "unless verl scale asks for others.",
     )
     max_workers: Annotated[int, Unit("workers")] | None = Field(
-        None, ge=1, description="Rollout workers of their own: never more than this; null: as many as at the start."
+        None,
+        ge=1,
+        description="Rollout workers of their own: never more than this; null: as many as at the start, "
+        "unless verl scale asks for others.",
     )
     enable_prefix_caching: bool = Field(
         False,

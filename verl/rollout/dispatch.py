@@ -171,9 +171,13 @@ class Dispatcher:
             raise ValueError(f"worker {worker!r} is there already, or has no places ({capacity})")
         self._workers[worker] = _Worker(worker, capacity, now, now)
 
-    def drain_worker(self, worker: str) -> None:
-        """It gets nothing new, and finishes what it has or hands it back."""
-        self._workers[worker].draining = True
+    def in_hand(self, worker: str) -> int:
+        """Requests that this worker has."""
+        return len(self._workers[worker].hand)
+
+    def drain_worker(self, worker: str, draining: bool = True) -> None:
+        """It gets nothing new (until it is told otherwise), and finishes what it has or hands it back."""
+        self._workers[worker].draining = draining
         self._return_rest(self._workers[worker])
 
     def remove_worker(self, worker: str, reason: str, now: float) -> None:

@@ -6,6 +6,7 @@ engine's by proof; where it does not, the run says so and computes them again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,12 @@ class ParityReport:
     differing: int
     largest: float
     proven: bool = True  # rows of the model's matmuls keep their bits; else equal log-probs may be a coincidence
+
+    @classmethod
+    def total(cls, parts: Sequence[ParityReport]) -> ParityReport:
+        """Of several engines."""
+        tokens, differing = sum(part.tokens for part in parts), sum(part.differing for part in parts)
+        return cls(tokens, differing, max(part.largest for part in parts), all(part.proven for part in parts))
 
     @property
     def exact(self) -> bool:
@@ -50,9 +57,13 @@ def check_parity(
         group_size: responses that share a prompt.
         temperature: of the training sampling.
     """
-    requests = _probe_requests(policy, rows, longest, group_size, temperature)
-    results = generate(engine, requests)
-    engine_log_probs = torch.cat([torch.from_numpy(result.log_probs) for result in results])
+    requests = probe_requests(policy, rows, longest, group_size, temperature)
+    return compare(policy, requests, generate(engine, requests), temperature)
+
+
+def compare(policy: PolicyModel, requests: list[Request], results: list[Result], temperature: float) -> ParityReport:
+    """The trainer's own log-probs of what an engine, here or in another process, sampled with the same weights."""
+    engine_log_probs = torch.from_numpy(np.concatenate([result.log_probs for result in results]))
     trainer_log_probs = trainer_forward(policy, requests, results, temperature)
     differing = engine_log_probs != trainer_log_probs
     largest = float((engine_log_probs - trainer_log_probs).abs().max())
@@ -74,8 +85,11 @@ def trainer_forward(
     return policy(packed.to(model_device(policy)), temperature)[0].cpu()
 
 
-def _probe_requests(policy: PolicyModel, rows: int, longest: int, group_size: int, temperature: float) -> list[Request]:
-    """Groups of short prompts filling all rows, the first group's prompt being as long as this run's rows get."""
+def probe_requests(policy: PolicyModel, rows: int, longest: int, group_size: int, temperature: float) -> list[Request]:
+    """Groups of short prompts filling all rows, the first group's prompt being as long as this run's rows get.
+
+    Arguments as of :func:`check_parity`.
+    """
     generator = np.random.default_rng(0)
     vocabulary = int(policy.model.config.get_text_config().vocab_size)
     requests: list[Request] = []

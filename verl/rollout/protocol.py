@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -15,7 +15,7 @@ from verl.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort", "refused"]
+FinishReason = Literal["stop", "length", "abort", "refused", "lost"]
 
 BIT_PARITY = "bit_parity"  # log-probs equal the trainer's bit for bit on CPU
 SHARED_WEIGHTS = "shared_weights"  # the engine reads the trainer's own tensors; load_weights copies nothing
@@ -154,8 +154,9 @@ class Result:
         log_probs: (R,) under the tempered distribution over the whole vocabulary.
         loss_mask: (R,) False for tokens that the policy did not sample.
         versions: (R,) weight version that sampled each token.
-        finish_reason: ``stop``, ``length`` (cut at the limit, nothing put in place of an end), ``abort``, or
-            ``refused`` (the prompt leaves no room for a single token, or the engine's memory none for the whole).
+        finish_reason: ``stop``, ``length`` (cut at the limit, nothing put in place of an end), ``abort``,
+            ``refused`` (the prompt leaves no room for a single token, or the engine's memory none for the whole), or
+            ``lost`` (no worker could finish it; nothing was sampled).
         timings: seconds, by name.
         kept_log_mass: (R,) log of the probability mass that top-k, top-p and min-p kept (of the distribution that the
             penalties left); None where they are off.
@@ -193,6 +194,12 @@ class EngineStats:
     blocks: int = 0
     blocks_used: int = 0
     paused: bool = False
+
+    @classmethod
+    def total(cls, parts: Sequence[EngineStats], version: int) -> EngineStats:
+        """Of several engines, whose weights are of this version."""
+        sums = {name: sum(getattr(part, name) for part in parts) for name in cls.__dataclass_fields__}
+        return cls(**sums | {"version": version, "paused": any(part.paused for part in parts)})
 
 
 class RolloutEngine(Protocol):

@@ -1,0 +1,115 @@
+"""A rollout worker's engine without Ray: the trainer's bits, and no copy of published weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl.cluster.placement import WorkerSpec
+from verl.cluster.rollout_worker import RolloutWorker, exported
+from verl.cluster.worker import Worker
+from verl.config import Config, build_config
+from verl.errors import EngineError
+from verl.rollout.protocol import Request, Result, Resume, SamplingParams, Slot
+
+SPEC = WorkerSpec("rollout", 1, 1, 0.0, None, {}, "cpu", {}, None)
+
+
+def config_of(model: Path, dtype: str = "float32") -> Config:
+    return build_config(
+        {
+            "data": {
+                "train_files": "unused.jsonl",
+                "train_batch_size": 4,
+                "max_prompt_length": 8,
+                "max_response_length": 24,
+            },
+            "model": {"path": str(model), "dtype": dtype},
+            "actor": {"ppo_mini_batch_size": 4},
+            "rollout": {"n": 2},
+            "algorithm": {"adv_estimator": "grpo"},
+            "reward": {"num_workers": 0},
+            "trainer": {"device": "cpu"},
+            "cluster": {"backend": "inline", "threads": 1},
+        }
+    )
+
+
+def requests(count: int, tokens: int = 12) -> list[Request]:
+    """Groups of two over short prompts; the seed belongs to the slot."""
+    return [
+        Request(Slot(f"p{i // 2}", i % 2), [5 + i // 2, 9, 11], SamplingParams(tokens, seed=i, ignore_eos=True))
+        for i in range(count)
+    ]
+
+
+def run(worker: RolloutWorker, work: list[Request], seconds: float = 0.0) -> list[Result]:
+    """In many short calls, to the end; in the order of the requests."""
+    found: dict[Slot, Result] = {}
+    todo = work
+    while len(found) < len(work):
+        progress = worker.advance(todo, seconds)
+        todo = []
+        found |= {result.slot: result for result in progress.results}
+    return [found[request.slot] for request in work]
+
+
+def bits(results: list[Result]) -> list[Any]:
+    return [(r.response_ids.tolist(), r.log_probs.tobytes(), r.versions.tolist()) for r in results]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_published_weights_are_used_where_they_are_and_give_the_trainers_bits(tiny_model_dir: Path, dtype: str) -> None:
+    trainer = Worker(config_of(tiny_model_dir, dtype))
+    trainer.setup()
+    worker = RolloutWorker(trainer._config, SPEC)
+    worker.setup()
+    probe = trainer.parity_probe()
+    assert trainer.compare(probe, worker.sample(probe)).exact
+    before = bits(run(worker, requests(6)))
+
+    with torch.no_grad():
+        for parameter in trainer._actor.policy.model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    trainer.publish(3)
+    assert not trainer.compare(probe, worker.sample(probe)).exact  # the worker's are the old ones
+    worker.load_weights(3, exported(trainer._actor.policy.model))
+    pointers = [parameter.data_ptr() for parameter in worker._policy.model.parameters()]
+    assert pointers == [parameter.data_ptr() for parameter in trainer._actor.policy.model.parameters()]
+    assert trainer.compare(probe, worker.sample(probe)).exact
+    after = bits(run(worker, requests(6)))
+    assert after == bits(trainer.generate(requests(6))) != before
+    assert after[0][2] == [3] * 12
+
+
+def test_a_response_handed_back_goes_on_elsewhere_and_ends_as_if_undisturbed(tiny_model_dir: Path) -> None:
+    config = config_of(tiny_model_dir)
+    one, other = RolloutWorker(config, SPEC), RolloutWorker(config, SPEC)
+    one.setup()
+    other.setup()
+    work = requests(2, tokens=20)
+    expected = bits(run(other, work))
+    for call in range(6):
+        assert one.advance([] if call else work, 0.0).results == []
+    parts = {result.slot: result for result in one.abort()}
+    assert all(0 < len(part.response_ids) < 20 for part in parts.values())
+    on = [
+        replace(request, resume=Resume(part.response_ids, part.log_probs, part.versions))
+        for request in work
+        for part in [parts[request.slot]]
+    ]
+    assert bits(run(other, on)) == expected
+    assert one.advance([], 0.0).stats.active == 0
+
+
+def test_weights_of_another_model_are_refused(tiny_model_dir: Path) -> None:
+    worker = RolloutWorker(config_of(tiny_model_dir), SPEC)
+    worker.setup()
+    weights = dict(exported(worker._policy.model))
+    weights.pop(next(iter(weights)))
+    with pytest.raises(EngineError, match="of another model"):
+        worker.load_weights(1, weights)

@@ -1,0 +1,379 @@
+"""Rollout on worker processes of its own: kept busy, watched, replaced, added and taken away while a run goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from verl.cluster.placement import WorkerSpec
+from verl.cluster.ray_worker import RayWorkers, memory_kills
+from verl.cluster.rollout_worker import Progress, RolloutWorker
+from verl.cluster.threads import worker_environment
+from verl.config import Config
+from verl.errors import ClusterError, VerlError
+from verl.rollout.dispatch import Dispatcher, Lost, Outcome
+from verl.rollout.parity import ParityReport
+from verl.rollout.protocol import EngineStats, Request, Result, Slot
+
+ADVANCE_SECONDS = 0.25  # an answer is a sign of life
+CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
+TICK_SECONDS = 0.05
+SPARE_REQUESTS = 8  # in a worker's hands beyond what it decodes at once: a finished row's place is refilled at once
+MAX_LOSSES = 3  # workers lost in a row, beyond one each, without a sign of work by any, before the pool gives up
+
+EventLog = Callable[[str, str, str], None]
+"""Kind, subject and detail of an event."""
+
+
+@dataclass
+class _Member:
+    """A worker process.
+
+    Attributes:
+        calls: references of calls under way, oldest first, with what was called.
+        heard: when it last answered, or had its first call after a pause.
+        ready: it is set up, and may be given requests.
+        leaving: it has been asked to hand back what it has, and ends then.
+        weights: version and reference that it has yet to take.
+        stats: of its engine, at its last answer.
+    """
+
+    name: str
+    spec: WorkerSpec
+    actor: Any
+    calls: dict[Any, str] = field(default_factory=dict)
+    heard: float = 0.0
+    ready: bool = False
+    leaving: bool = False
+    weights: tuple[int, Any] | None = None
+    stats: EngineStats | None = None
+
+    def call(self, method: str, *arguments: Any) -> None:
+        if not self.calls:
+            self.heard = time.monotonic()
+        self.calls[getattr(self.actor, method).remote(*arguments)] = method
+
+
+class RolloutPool:
+    """A :class:`verl.cluster.roles.Rollout` over worker processes.
+
+    A thread of its own talks to the workers: it sends what the dispatcher assigns, takes what they answer, ends those
+    that are silent for ``rollout.worker_timeout``, and starts others in place of the lost. Who samples a response, and
+    how often it was begun, never changes it.
+
+    Args:
+        specs: of the workers to start with.
+        exported_weights: a reference to the actor's present weights, as
+            :func:`verl.cluster.rollout_worker.exported` gives them.
+        log: of events.
+
+    Raises:
+        ClusterError: from every call, once workers cannot be started any more.
+        EngineError: likewise, when the model's numbers are broken, or every request fails.
+    """
+
+    apart = True
+
+    def __init__(
+        self, config: Config, specs: Sequence[WorkerSpec], exported_weights: Callable[[], Any], log: EventLog
+    ) -> None:
+        self._config, self._exported_weights, self._log = config, exported_weights, log
+        self._dispatcher = Dispatcher()
+        self._members: dict[str, _Member] = {}
+        self._boxes: dict[Slot, list[Result]] = {}  # of those who wait in generate()
+        self._finished: list[Result] = []
+        self._weights: tuple[int, Any] | None = None
+        self._failure: VerlError | None = None
+        self._changed = threading.Condition()
+        self._born = self._losses = 0
+        self._kills = memory_kills()
+        self._specs = [spec for spec in specs for _ in range(spec.count)]
+        self._target = len(self._specs)
+        self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
+        self._closing = False
+
+    # what the trainer asks -------------------------------------------------------------------------------------------
+
+    def start(self, probe: list[Request]) -> list[list[Result]]:
+        """Start the workers and wait for them; what each of them samples for ``probe``.
+
+        Raises:
+            ClusterError: one cannot be started within ``cluster.start_timeout``.
+        """
+        timeout = self._config.cluster.start_timeout
+        with self._changed:
+            for spec in self._specs:
+                self._start_worker(spec)
+        members = list(self._members.values())
+        references = [next(iter(member.calls)) for member in members]
+        _, missing = ray.wait(references, num_returns=len(references), timeout=timeout)
+        if missing:
+            raise ClusterError(
+                f"{len(missing)} of {len(references)} rollout workers did not start within cluster.start_timeout",
+                f"{timeout:g} s",
+                "free resources, ask for less in cluster.pools, or raise cluster.start_timeout",
+            )
+        for member, reference in zip(members, references, strict=True):
+            del member.calls[reference]
+            self._call_now(reference, "setup", member)
+        sampled = [self._call_now(member.actor.sample.remote(probe), "sample", member) for member in members]
+        with self._changed:
+            for member in members:
+                self._join(member)
+        self._thread.start()
+        return sampled
+
+    def _call_now(self, reference: Any, what: str, member: _Member) -> Any:
+        try:
+            return ray.get(reference, timeout=self._config.cluster.start_timeout)
+        except RayTaskError as error:
+            if isinstance(error.cause, VerlError):
+                raise error.cause from error
+            raise
+        except RayActorError as error:
+            raise ClusterError(f"a rollout worker died during {what}", member.spec.pool) from error
+
+    def generate(self, requests: list[Request]) -> list[Result]:
+        box: list[Result] = []
+        with self._changed:
+            self._boxes.update((request.slot, box) for request in requests)
+            self._submit(requests)
+            self._wait_until(lambda: len(box) == len(requests))
+        found = {result.slot: result for result in box}
+        return [found[request.slot] for request in requests]
+
+    def submit(self, requests: list[Request]) -> None:
+        with self._changed:
+            self._submit(requests)
+
+    def finished(self) -> list[Result]:
+        with self._changed:
+            self._wait_until(lambda: bool(self._finished))
+            results, self._finished = self._finished, []
+            return results
+
+    def publish(self, version: int) -> None:
+        """Weights are put in the object store once; every worker takes them before what is submitted from now on."""
+        reference = self._exported_weights()
+        with self._changed:
+            self._weights = version, reference
+            for member in self._members.values():
+                member.weights = self._weights
+            self._changed.notify_all()
+
+    def stats(self) -> EngineStats:
+        """Sums over the workers; the version is the last one published."""
+        with self._changed:
+            known = [member.stats for member in self._members.values() if member.stats is not None]
+            version = self._weights[0] if self._weights else 0
+        return EngineStats.total(known, version)
+
+    def scale(self, workers: int) -> None:
+        """Have so many workers from now on. The newest leave first; new ones are like those that the run began with."""
+        with self._changed:
+            self._target = workers
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all workers."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+        for member in self._members.values():
+            ray.kill(member.actor)
+
+    def _submit(self, requests: list[Request]) -> None:
+        self._dispatcher.submit(requests, time.monotonic())
+        self._changed.notify_all()
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if self._failure is not None:
+                raise self._failure
+            self._changed.wait()
+
+    # the pool's own thread -------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while True:
+            with self._changed:
+                if self._closing or self._failure is not None:
+                    return
+                try:
+                    self._rescale()
+                    self._feed()
+                except Exception as error:
+                    self._fail(error)
+                    return
+                calls = {call: member for member in self._members.values() for call in member.calls}
+                if not calls:
+                    self._changed.wait(TICK_SECONDS)
+                    continue
+            ray.wait(list(calls), num_returns=1, timeout=TICK_SECONDS)
+            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+            with self._changed:
+                try:
+                    for call in done:
+                        self._answer(calls[call], call)
+                    self._end_silent()
+                    self._deliver(self._dispatcher.take())
+                except Exception as error:
+                    self._fail(error)
+                self._changed.notify_all()
+
+    def _rescale(self) -> None:
+        staying = [member for member in self._members.values() if not member.leaving]
+        for place in range(len(staying), self._target):
+            self._start_worker(self._specs[place % len(self._specs)])
+        for member in staying[self._target :]:
+            if not member.ready:
+                self._end(member, "left", "before it was ready")
+                continue
+            member.leaving = True
+            self._dispatcher.drain_worker(member.name)
+            member.call("abort")
+
+    def _feed(self) -> None:
+        """Send weights first, then what there is to do."""
+        for member in self._members.values():
+            if member.weights is None or not member.ready or member.leaving:
+                continue
+            busy = self._dispatcher.in_hand(member.name) > 0
+            if busy and not self._config.rollout.partial:
+                self._dispatcher.drain_worker(member.name)  # until it has finished what the old weights began
+                continue
+            version, reference = member.weights
+            member.call("load_weights", version, reference)
+            member.weights = None
+            self._dispatcher.drain_worker(member.name, False)
+        assigned = self._dispatcher.assign(time.monotonic())
+        for member in (m for m in self._members.values() if m.ready and not m.leaving):
+            requests = assigned.get(member.name, [])
+            advancing = sum(method == "advance" for method in member.calls.values())
+            if requests or (advancing < CALLS_AHEAD and self._dispatcher.in_hand(member.name)):
+                member.call("advance", requests, ADVANCE_SECONDS)
+
+    def _answer(self, member: _Member, call: Any) -> None:
+        method = member.calls.pop(call, None)
+        if method is None:  # of a worker that was ended
+            return
+        member.heard = now = time.monotonic()
+        try:
+            answer = ray.get(call)
+        except RayTaskError as error:
+            if isinstance(error.cause, VerlError):
+                raise error.cause from error
+            self._lose(member, f"{type(error.cause).__name__} during {method}: {error.cause}")
+            return
+        except RayActorError:
+            starved = memory_kills() > self._kills
+            self._kills = memory_kills()
+            self._lose(
+                member, f"died during {method}" + (": the machine ran out of memory (SIGKILL)" if starved else "")
+            )
+            return
+        if method == "setup":
+            self._join(member)
+        elif method == "abort":
+            self._dispatcher.hand_back(member.name, answer, now)
+            self._end(member, "left", "its requests went on elsewhere")
+        elif isinstance(answer, Progress):
+            member.stats, self._losses = answer.stats, 0
+            self._dispatcher.complete(member.name, answer.results, now)
+
+    def _end_silent(self) -> None:
+        timeout, now = self._config.rollout.worker_timeout, time.monotonic()
+        for member in list(self._members.values()):
+            limit = timeout if member.ready else max(timeout, self._config.cluster.start_timeout)
+            if member.calls and now - member.heard > limit:
+                method = next(iter(member.calls.values()))
+                self._lose(member, f"no answer to {method} for {now - member.heard:.0f} s (rollout.worker_timeout)")
+
+    def _deliver(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            result = outcome if isinstance(outcome, Result) else self._lost(outcome)
+            self._boxes.pop(result.slot, self._finished).append(result)
+
+    def _lost(self, lost: Lost) -> Result:
+        self._log("lost", f"response {lost.slot.index} of {lost.slot.uid}", lost.reason)
+        return Result(
+            lost.slot,
+            response_ids=np.zeros(0, np.int32),
+            log_probs=np.zeros(0, np.float32),
+            loss_mask=np.zeros(0, np.bool_),
+            versions=np.zeros(0, np.int32),
+            finish_reason="lost",
+        )
+
+    # who there is ----------------------------------------------------------------------------------------------------
+
+    def _start_worker(self, spec: WorkerSpec) -> None:
+        self._born += 1
+        name = f"rollout worker {self._born}"
+        needs = spec.needs()
+        remote = ray.remote(RolloutWorker).options(
+            num_cpus=needs.pop("CPU", 0),
+            num_gpus=needs.pop("GPU", 0),
+            memory=needs.pop("memory", None),
+            resources=needs,
+            max_restarts=0,
+            runtime_env={"env_vars": worker_environment(spec.threads) | dict(spec.env)},
+        )
+        member = _Member(name, spec, remote.remote(self._config, spec), heard=time.monotonic(), weights=self._weights)
+        member.call("setup")
+        self._members[name] = member
+        self._log("started", name, f"pool {spec.pool}, {spec.threads} threads")
+
+    def _join(self, member: _Member) -> None:
+        member.ready = True
+        capacity = self._config.rollout.max_num_seqs + SPARE_REQUESTS
+        self._dispatcher.add_worker(member.name, capacity, time.monotonic())
+
+    def _lose(self, member: _Member, reason: str) -> None:
+        """A worker that died, hangs or failed: its requests go back, and another takes its place."""
+        self._end(member, "died", reason)
+        self._losses += 1
+        if self._losses >= MAX_LOSSES + len(self._members):
+            raise ClusterError(f"{self._losses} rollout workers were lost one after the other", reason)
+        if not member.leaving and len(self._members) < self._target:
+            self._start_worker(member.spec)
+
+    def _end(self, member: _Member, kind: str, reason: str) -> None:
+        del self._members[member.name]
+        member.calls.clear()
+        self._dispatcher.remove_worker(member.name, reason, time.monotonic())
+        with suppress(Exception):
+            ray.kill(member.actor)
+        self._log(kind, member.name, reason)
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever waits, now or later, gets this."""
+        if not isinstance(error, VerlError):
+            wrapped = ClusterError(f"the rollout pool failed: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self._failure = error
+        self._changed.notify_all()
+
+
+@contextmanager
+def started_pool(
+    config: Config, specs: Sequence[WorkerSpec], trainer: RayWorkers, log: EventLog
+) -> Iterator[tuple[RolloutPool, ParityReport]]:
+    """Workers that sample for this trainer, and whether their log-probs are its own, bit for bit."""
+    pool = RolloutPool(config, specs, trainer.exported_weights, log)
+    try:
+        probe = trainer.parity_probe()
+        yield pool, ParityReport.total([trainer.compare(probe, results) for results in pool.start(probe)])
+    finally:
+        pool.close()
