@@ -39,7 +39,8 @@ PPO = {
 }
 AHEAD = {"trainer": {"mode": "one_step_off"}, "algorithm": {"filter_groups": {"enable": True}}}
 GRPO = {"actor": {"use_kl_loss": True, "ppo_mini_batch_size": 2}, "model": {"dtype": "bfloat16"}}
-KINDS = {"ppo": PPO, "grpo": GRPO, "ahead": AHEAD}
+ASYNC = {"trainer": {"mode": "async", "max_staleness": 0}, "rollout": {"response_length": {"mode": "adaptive"}}}
+KINDS = {"ppo": PPO, "grpo": GRPO, "ahead": AHEAD, "async": ASYNC}
 
 
 def config_in(folder: Path, model: Path, settings: dict[str, Any], run: str, **trainer: Any) -> Config:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stage_cases import tiny_config
-from verl_process import computed
+from verl_process import checkpoint_bytes, computed
 
 from verl.config import load_config
 from verl.run_dir import RunDir
@@ -48,6 +49,28 @@ def test_one_step_off_trains_what_the_weights_before_sampled(tmp_path: Path, tin
     assert lines[0]["training/rollout_probs_diff_max"] == 0 < lines[1]["training/rollout_probs_diff_max"]
     assert all(line["actor/ppo_kl"] == 0 for line in lines)
     assert lines[0]["rollout_corr/kl"] == 0 != lines[1]["rollout_corr/kl"]
+
+
+def test_async_without_staleness_is_sync(tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings: dict[str, Any] = {"rollout": {"response_length": {"mode": "adaptive"}}}
+    sync = run_in(tmp_path, tiny_model_dir, "sync", {"save_freq": STEPS}, **settings)
+    found = run_in(
+        tmp_path, tiny_model_dir, "async", {"save_freq": STEPS, "mode": "async", "max_staleness": 0}, **settings
+    )
+    assert sample_files(sync) == sample_files(found)
+    shared = computed(sync)[0].keys()
+    assert [{k: v for k, v in line.items() if k in shared} for line in computed(found)] == computed(sync)
+    one, other = checkpoint_bytes(sync, STEPS), checkpoint_bytes(found, STEPS)
+    assert all(one[name] == other[name] for name in one if name != "trainer.json")
+
+
+@pytest.mark.parametrize("unit", ["sample", "token"])
+def test_async_keeps_the_bound_and_trains_every_prompt_once(tmp_path: Path, tiny_model_dir: Path, unit: str) -> None:
+    run = run_in(tmp_path, tiny_model_dir, "async", {"mode": "async", "max_staleness": 1, "staleness_unit": unit})
+    lines = computed(run)
+    assert [line["training/staleness/max"] for line in lines] == [0, 1, 0, 1]
+    prompts = [json.loads(row)["uid"] for file in sample_files(run) for row in file.splitlines()]
+    assert len(set(prompts)) == 4 * STEPS == len(prompts) / 3
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.trainer.loop import TrainingLoop, due
 from verl.trainer.sampling import Sampler
-from verl.trainer.sources import Feed, source_of
+from verl.trainer.sources import Feed, Now
 from verl.trainer.stages import process, rollout, update
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
@@ -325,7 +325,7 @@ def trainer_of(config: Config, tmp_path: Path, total_steps: int = 10) -> Trainin
         total_steps=total_steps,
         roles=roles,
         state=state,
-        source=source_of(Feed(config, roles, state, sampler, StepTimer(), total_steps)),
+        source=Now(Feed(config, roles, state, sampler, StepTimer(), total_steps)),
         val_sampler=sampler,
         validation=None,
         run_dir=RunDir(tmp_path / "run"),

@@ -9,7 +9,7 @@ from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.early_scoring import PROMPT_COLUMNS
 from verl.protocol import DataProto
-from verl.rollout.protocol import EngineStats, Request, Result
+from verl.rollout.protocol import EngineStats, Request, Result, Slot
 
 
 class WorkerCalls(Protocol):
@@ -91,6 +91,10 @@ class Rollout(Protocol):
         """To be answered by :meth:`finished`."""
         ...
 
+    def cancel(self, slots: list[Slot]) -> None:
+        """Give up submitted requests; :meth:`finished` no longer answers them."""
+        ...
+
     def finished(self) -> list[Result]:
         """What has finished of the submitted requests, in any order; waits until there is something."""
         ...
@@ -112,6 +116,9 @@ class SharedRollout:
 
     def submit(self, requests: list[Request]) -> None:
         self._submitted.extend(requests)
+
+    def cancel(self, slots: list[Slot]) -> None:
+        self._submitted[:] = [request for request in self._submitted if request.slot not in slots]
 
     def finished(self) -> list[Result]:
         requests = list(self._submitted)

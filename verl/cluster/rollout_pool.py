@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -19,9 +18,10 @@ from verl.cluster.rollout_worker import Progress, RolloutWorker
 from verl.cluster.threads import worker_environment
 from verl.config import Config
 from verl.errors import ClusterError, VerlError
+from verl.protocol import DataProto
 from verl.rollout.dispatch import Dispatcher, Lost, Outcome
 from verl.rollout.parity import ParityReport
-from verl.rollout.protocol import EngineStats, Request, Result, Slot
+from verl.rollout.protocol import EngineStats, Request, Result, Slot, lost_result
 
 ADVANCE_SECONDS = 0.25  # an answer is a sign of life
 CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
@@ -141,7 +141,7 @@ class RolloutPool:
         except RayActorError as error:
             raise ClusterError(f"a rollout worker died during {what}", member.spec.pool) from error
 
-    def generate(self, requests: list[Request]) -> list[Result]:
+    def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
         box: list[Result] = []
         with self._changed:
             self._boxes.update((request.slot, box) for request in requests)
@@ -153,6 +153,11 @@ class RolloutPool:
     def submit(self, requests: list[Request]) -> None:
         with self._changed:
             self._submit(requests)
+
+    def cancel(self, slots: list[Slot]) -> None:
+        with self._changed:
+            for name, aborted in self._dispatcher.cancel(slots, time.monotonic()).items():
+                self._members[name].call("abort", aborted)
 
     def finished(self) -> list[Result]:
         with self._changed:
@@ -286,7 +291,8 @@ class RolloutPool:
             self._join(member)
         elif method == "abort":
             self._dispatcher.hand_back(member.name, answer, now)
-            self._end(member, "left", "its requests went on elsewhere")
+            if member.leaving:
+                self._end(member, "left", "its requests went on elsewhere")
         elif isinstance(answer, Progress):
             member.stats, self._losses = answer.stats, 0
             self._dispatcher.complete(member.name, answer.results, now)
@@ -306,14 +312,7 @@ class RolloutPool:
 
     def _lost(self, lost: Lost) -> Result:
         self._log("lost", f"response {lost.slot.index} of {lost.slot.uid}", lost.reason)
-        return Result(
-            lost.slot,
-            response_ids=np.zeros(0, np.int32),
-            log_probs=np.zeros(0, np.float32),
-            loss_mask=np.zeros(0, np.bool_),
-            versions=np.zeros(0, np.int32),
-            finish_reason="lost",
-        )
+        return lost_result(lost.slot)
 
     # who there is ----------------------------------------------------------------------------------------------------
 

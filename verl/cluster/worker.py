@@ -98,7 +98,7 @@ class Worker:
             self._scorer = RuleScorer(config.reward, self._tokenizer.decode, self._reward, model)
         self._require_same_weights()
         requests = self.parity_probe()
-        return self.compare(requests, self.generate(requests))
+        return self.compare(requests, self.generate(requests, None))
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
         model = self._load(self._config.model.path, torch.float32, device)

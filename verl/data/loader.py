@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from verl.data.dataset import PromptDataset
 from verl.data.samplers import EpochSampler, Sampler
 from verl.errors import DataError
@@ -59,24 +61,33 @@ class PromptLoader:
         full, rest = divmod(self.sampler.size, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
-    def next_batch(self) -> DataProto:
+    def next_batch(self, size: int | None = None) -> DataProto:
         """The next prompts, B = ``batch_size`` (fewer in the last batch of an epoch without ``drop_last``).
+
+        Args:
+            size: another B.
 
         Raises:
             DataError: a sampler of the user's own gives a whole epoch without a batch.
         """
-        places = self._next_places()
+        places = self._next_places(size or self.batch_size)
         draws = range(self._draw, self._draw + len(places))
         self._position += len(places)
         self._draw += len(places)
         return self.dataset.batch(places, self.split, draws)
 
-    def _next_places(self) -> list[int]:
-        least = self.batch_size if self.drop_last else 1
+    def recall(self, uids: list[str]) -> DataProto:
+        """Prompts that were drawn, once more."""
+        parts = [uid.split(":") for uid in uids]  # the name of a source may have colons, too
+        places = np.searchsorted(self.dataset.numbers, [int(part[-1]) for part in parts])
+        return self.dataset.batch(places.tolist(), self.split, [int(part[1]) for part in parts])
+
+    def _next_places(self, size: int) -> list[int]:
+        least = size if self.drop_last else 1
         for _ in range(2):
             left = self.sampler.size - self._position
             if left >= least:
-                places = self.sampler.take(self.epoch, self._position, self._draw, min(self.batch_size, left))
+                places = self.sampler.take(self.epoch, self._position, self._draw, min(size, left))
                 if len(places) >= least:
                     return places
             self.epoch, self._position = self.epoch + 1, 0

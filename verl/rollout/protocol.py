@@ -172,6 +172,12 @@ class Result:
     kept_log_mass: NDArray[np.float32] | None = None
 
 
+def lost_result(slot: Slot) -> Result:
+    """In the place of a response that no worker could finish: nothing was sampled, and nothing is trained."""
+    empty = np.zeros(0, np.int32)
+    return Result(slot, empty, np.zeros(0, np.float32), np.zeros(0, np.bool_), empty, "lost")
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was made, and what it holds now.

@@ -32,12 +32,16 @@ from verl.tracking.trackers import TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import TrainingLoop
 from verl.trainer.run_models import check_same_start, opened, pinned
 from verl.trainer.sampling import Sampler
-from verl.trainer.sources import Feed, source_of
+from verl.trainer.sources import Ahead, Feed, Now, Source
 from verl.trainer.state import TrainerState
+from verl.trainer.streaming import Stream
 from verl.trainer.timer import StepTimer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+SOURCES: dict[str, Callable[[Feed], Source]] = {"sync": Now, "one_step_off": Ahead, "async": Stream}
 
 
 class HasStep(Protocol):
@@ -139,7 +143,7 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
             _started(placed, console, reward, timer) as roles,
         ):
             sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
-            source = source_of(Feed(config, roles, state, sampler, timer, total_steps))
+            source = SOURCES[config.trainer.mode](Feed(config, roles, state, sampler, timer, total_steps))
             loop = TrainingLoop(
                 config=config,
                 total_steps=total_steps,

@@ -50,11 +50,12 @@ class Sampler:
         return [
             Request(Slot(uid, index), list(ids), self._params(uid, index))
             for uid, ids in zip(columns["uid"], columns["prompt_ids"], strict=True)
-            for index in self._indices
+            for index in self.indices
         ]
 
     @property
-    def _indices(self) -> list[int]:
+    def indices(self) -> list[int]:
+        """Of the responses to a prompt."""
         return [*range(self.plan.n), *([BASELINE_INDEX] if self.plan.greedy_baseline else [])]
 
     def _params(self, uid: str, index: int) -> SamplingParams:
@@ -78,7 +79,7 @@ class Sampler:
 
     def assemble(self, prompts: DataProto, results: Sequence[Result]) -> DataProto:
         """One row a result: prompts left padded, responses right padded, masks from the engine's lengths."""
-        rows = prompts.repeat(len(self._indices), interleave=True)
+        rows = prompts.repeat(len(self.indices), interleave=True)
         pad = self.tokenizer.pad_token_id
         prompt_ids, prompt_mask = _padded(rows.non_tensor_batch["prompt_ids"].tolist(), pad, left=True)
         responses, mask = _padded([result.response_ids.tolist() for result in results], pad)

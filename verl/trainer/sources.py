@@ -157,9 +157,3 @@ class Ahead:
         heard = [DataProto.from_tree(part) for part in tree["heard"]] or [batch]
         self._made = Future()
         self._made.set_result((batch, heard, StepTimer()))
-
-
-def source_of(feed: Feed) -> Source:
-    """The one that ``trainer.mode`` names."""
-    sources: dict[str, Callable[[Feed], Source]] = {"sync": Now, "one_step_off": Ahead}
-    return sources[feed.config.trainer.mode](feed)
