@@ -472,7 +472,10 @@ def test_logits_are_those_of_the_forward() -> None:
     packed = pack(False).filled(policy.rows.multiple)
     with torch.no_grad():
         hidden = policy.hidden_states(packed.input_ids, packed.position_ids, PackedContext(packed))
-        logits = policy.logits(hidden.index_select(0, packed.response_index), 0.7)
+        predictors = hidden.index_select(0, packed.response_index)
+        logits = policy.logits(predictors, 0.7)
+        pieces = list(policy.logits_by_piece(predictors, torch.full((len(predictors),), 0.7), 3))
+        assert len(pieces) == -(-len(predictors) // 3) and torch.equal(torch.cat(pieces), logits)
         log_probs = logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
         same_numbers(log_probs, policy(packed, 0.7)[0], policy)
 

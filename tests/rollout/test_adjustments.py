@@ -125,7 +125,8 @@ def test_frequencies_with_everything_on() -> None:
         z = warper(torch.tensor([prompt + ids]), z)
     expected = z[0].double().softmax(0) * n
     drafts = [draft(prompt, ids, 0.8, seed=seed, **sampling) for seed in range(n)]
-    drawn = Sampler(60, CPU).draw((logits / 0.8).expand(n, -1).contiguous(), drafts)
+    sampler = Sampler(60, CPU)
+    drawn = sampler.draw((logits / 0.8).expand(n, -1).contiguous().split(sampler.rows_at_once), drafts)
     counts = torch.bincount(drawn.tokens, minlength=60).double()
     there = expected > 0
     assert not counts[~there].any() and 10 < there.sum() < 50
@@ -164,8 +165,8 @@ def test_they_cost_other_rows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Adjustments, "apply", lambda self, logits: shapes.append(tuple(logits.shape)))
     sampler, logits = Sampler(9, CPU), torch.zeros(3, 9)
     plain, penalised = draft([1], [2], top_p=0.5), draft([1], [2], frequency_penalty=1.0)
-    sampler.draw(logits, [plain, penalised, plain])
-    sampler.draw(logits, [plain, plain, plain])
+    sampler.draw([logits], [plain, penalised, plain])
+    sampler.draw([logits], [plain, plain, plain])
     assert shapes == [(1, 9)]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl.rollout.protocol import Request, SamplingParams, Slot
-from verl.rollout.sampling import RowParameters, SampledTokens, Sampler, sample, truncate
+from verl.rollout.sampling import CACHED_LOGITS, RowParameters, SampledTokens, Sampler, sample, truncate
 from verl.rollout.scheduler import Sequence as Draft
 
 LAST = 1 - 2**-24  # the largest uniform number that is drawn
@@ -253,10 +253,23 @@ def test_parameters_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         present = [all_rows[i] for i in chosen]
         for _ in range(3):
             assert sampler.temperatures(present).tolist() == [[0.5, 0.0, 2.0][i] for i in chosen]
-            drawn = sampler.draw(logits[chosen], present)
+            drawn = sampler.draw([logits[chosen]], present)
             for place, i in enumerate(chosen):
-                alone = Sampler(50, torch.device("cpu")).draw(logits[[i]], [all_rows[i]])
+                alone = Sampler(50, torch.device("cpu")).draw([logits[[i]]], [all_rows[i]])
                 assert alone.tokens[0] == drawn.tokens[place] and alone.log_probs[0] == drawn.log_probs[place]
             for draft, token in zip(present, drawn.tokens.tolist(), strict=True):
                 draft.append(token, 0.0, 0, 0.0)
     assert [n for n in made if n > 1] == [3, 2, 3, 3]
+
+
+def test_rows_that_do_not_fit_the_cache_are_drawn_in_pieces() -> None:
+    size = CACHED_LOGITS // 2
+    kinds = drafts(*(SamplingParams(8, [1.0, 0.0][i % 2], top_k=[-1, 9, 4][i % 3], seed=i) for i in range(5)))
+    logits = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(size, torch.device("cpu"))
+    assert sampler.temperatures(kinds).tolist() == [1.0, 0.0, 1.0, 0.0, 1.0]
+    drawn = sampler.draw(logits.split(2), kinds)
+    for i, one in enumerate(kinds):
+        alone = Sampler(size, torch.device("cpu")).draw([logits[[i]]], [one])
+        for name in ("tokens", "log_probs", "kept_log_mass"):
+            assert getattr(alone, name)[0] == getattr(drawn, name)[i], (i, name)

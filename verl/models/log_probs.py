@@ -64,23 +64,35 @@ def project(
     rule: RowRule,
     logits_of: LogitRule = PLAIN,
 ) -> Tensor:
-    """Tempered logits, at least float32.
+    """Tempered logits (N, V), at least float32, a tensor of its own.
 
     Args:
         hidden: (N, H).
         weight: (V, H) projection in the same dtype.
-        temperature: divides the logits, one number or (N,); 0 (greedy) leaves them as they are.
+        temperature: see :func:`temper`.
         rule: row rule of the model.
         logits_of: what the model does with its logits, before the temperature.
-
-    Returns:
-        (N, V) float32, a tensor of its own.
     """
+    return temper(project_rows(hidden, weight, bias, rule), temperature, logits_of)
+
+
+def project_rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+    """(N, H) -> (N, V) in the model's dtype, for any N."""
     rows = hidden.shape[0]
     fill = rule.padded(rows) - rows
     if fill:
         hidden = torch.cat([hidden, hidden.new_zeros(fill, hidden.shape[1])])
-    logits = logits_of.apply(linear_rows(hidden, weight, bias, rule)[:rows].to(wide_dtype(weight.dtype)))
+    return linear_rows(hidden, weight, bias, rule)[:rows]
+
+
+def temper(projected: Tensor, temperature: float | Tensor, logits_of: LogitRule) -> Tensor:
+    """Projections (N, V) to tempered logits, at least float32.
+
+    Args:
+        temperature: divides the logits, one number or (N,); 0 (greedy) leaves them as they are.
+    """
+    rows = projected.shape[0]
+    logits = logits_of.apply(projected.to(wide_dtype(projected.dtype)))
     if isinstance(temperature, float | int):
         if temperature in (0, 1):
             return logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property, partial
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from verl.errors import ModelError
 from verl.models.attention import AttentionContext
 from verl.models.full_kl import full_kl
-from verl.models.log_probs import logit_rule, project, response_log_probs
+from verl.models.log_probs import logit_rule, project, project_rows, response_log_probs, temper
 from verl.models.packed import PackedBatch, PackedContext
 from verl.models.rows import RowRule, apply_row_rule, choose_row_rule
 from verl.models.support import check_support
@@ -87,6 +88,13 @@ class PolicyModel(nn.Module):
         """(N, H) hidden states -> (N, V) tempered logits, the same bits as in :meth:`forward`."""
         head = self.model.get_output_embeddings()
         return project(hidden, head.weight, head.bias, temperature, self.rows, self.logits_of)
+
+    def logits_by_piece(self, hidden: Tensor, temperature: Tensor, rows: int) -> Iterator[Tensor]:
+        """What :meth:`logits` gives, some rows at a time: few enough of them stay in a CPU's cache."""
+        head = self.model.get_output_embeddings()
+        projected = project_rows(hidden, head.weight, head.bias, self.rows)
+        for piece, by in zip(projected.split(rows), temperature.split(rows), strict=True):
+            yield temper(piece, by, self.logits_of)
 
 
 class ValueModel(nn.Module):

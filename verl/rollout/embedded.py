@@ -203,8 +203,9 @@ class EmbeddedEngine:
 
     def _advance(self, sequences: list[Sequence], hidden: Tensor) -> list[Result]:
         """Sample the next token of these sequences; the responses that end with it."""
-        logits = self.policy.logits(hidden, self._sampler.temperatures(sequences))
-        drawn = self._sampler.draw(logits, sequences)
+        temperatures = self._sampler.temperatures(sequences)
+        pieces = self.policy.logits_by_piece(hidden, temperatures, self._sampler.rows_at_once)
+        drawn = self._sampler.draw(pieces, sequences)
         for sequence, token, log_prob, mass in zip(
             sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.kept_log_mass.tolist(), strict=True
         ):

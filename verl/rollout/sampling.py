@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from verl.rollout.seeds import uniforms
 if TYPE_CHECKING:
     from verl.rollout.scheduler import Sequence as Draft
 
+CACHED_LOGITS = 2**19  # that stay in a CPU core's cache with what is computed of them
 BLOCK = 256  # tokens; a draw finds its block by the blocks' masses, and then its token in there
 CANDIDATES = (256, 4096)  # likeliest tokens that are put in order to find a kept set, before all are
 
@@ -30,27 +31,40 @@ class SampledTokens:
 
 
 class Sampler:
-    """The draws of one engine. What follows from the parameters of a batch is kept for as long as its rows stay."""
+    """The draws of one engine. What follows from the parameters of a batch is kept for as long as its rows stay.
+
+    Attributes:
+        rows_at_once: whose logits are looked at together.
+    """
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self.vocabulary, self._device = vocabulary, device
+        self.rows_at_once = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else 2**31
         self._drafts: list[Draft] = []
-        self._rows = RowParameters([], vocabulary, device)
+        self._rows: list[RowParameters] = []
 
     def temperatures(self, drafts: Sequence[Draft]) -> Tensor:
         """(N,) float32; 0 for greedy rows."""
-        return self._rows_of(drafts).temperature
+        return torch.cat([rows.temperature for rows in self._rows_of(drafts)])
 
-    def draw(self, logits: Tensor, drafts: Sequence[Draft]) -> SampledTokens:
-        """The next token of each draft, from its own random stream at its own position; ``logits`` (N, V) tempered."""
-        rows = self._rows_of(drafts)
+    def draw(self, pieces: Iterable[Tensor], drafts: Sequence[Draft]) -> SampledTokens:
+        """The next token of each draft, from its own random stream at its own position.
+
+        Args:
+            pieces: tempered logits, (``rows_at_once``, V) each, the last of the N rows that are left.
+        """
+        every = self._rows_of(drafts)
         positions = np.array([len(draft.ids) for draft in drafts], dtype=np.int64)
-        return sample(logits, torch.from_numpy(uniforms(rows.seeds, positions)).to(self._device), rows)
+        uniform = torch.from_numpy(uniforms(np.concatenate([rows.seeds for rows in every]), positions))
+        each = uniform.to(self._device).split(self.rows_at_once)
+        drawn = [sample(*piece) for piece in zip(pieces, each, every, strict=True)]
+        return SampledTokens(*(torch.cat([getattr(part, name) for part in drawn]) for name in vars(drawn[0])))
 
-    def _rows_of(self, drafts: Sequence[Draft]) -> RowParameters:
+    def _rows_of(self, drafts: Sequence[Draft]) -> list[RowParameters]:
         if len(drafts) != len(self._drafts) or not all(map(is_, drafts, self._drafts)):
             self._drafts = list(drafts)
-            self._rows = RowParameters(self._drafts, self.vocabulary, self._device)
+            parts = [drafts[i : i + self.rows_at_once] for i in range(0, len(drafts), self.rows_at_once)]
+            self._rows = [RowParameters(part, self.vocabulary, self._device) for part in parts]
         return self._rows
 
 
