@@ -194,6 +194,10 @@ class RunDir:
     def samples(self, step: int) -> Path:
         return self.samples_dir / f"step_{step:06d}.jsonl"
 
+    def dump(self, step: int) -> Path:
+        """The whole batch of responses that a step trains on (``trainer.dump_steps``)."""
+        return self.path / "dumps" / f"step_{step:06d}.dataproto"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

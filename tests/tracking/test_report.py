@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from verl.config import Config, dump_yaml
+from verl.diagnostics.checks_health import skipped_updates
+from verl.diagnostics.doctor import examine
+from verl.diagnostics.evidence import Evidence
 from verl.errors import VerlError
 from verl.run_dir import EventRecord, RunDir
 from verl.tracking import report_health, report_samples
@@ -224,7 +227,7 @@ def test_warnings_name_counts_steps_and_subjects() -> None:
         event("tracker_failed", None, "tensorboard", {"error": "disk"}),
         event("stopped", 12, "run", "VerlError"),
     ]
-    assert report_health.warnings(lines, events) == [
+    assert [finding.text for finding in examine(Evidence(steps=lines, events=events))] == [
         "The run stopped after step 12: VerlError",
         "Responses not scored, the reward function raised an error: 8 (steps 3 to 5, 9)",
         "Optimizer steps of the actor skipped, the gradient was not finite: 1 (step 12)",
@@ -232,13 +235,11 @@ def test_warnings_name_counts_steps_and_subjects() -> None:
         "Worker died 2 times (steps 7, 9): rollout 1, rollout 2",
         'Tracker failed: tensorboard, {"error": "disk"}',
     ]
-    assert report_health.skipped_updates(lines) == [
-        "Optimizer steps of the actor skipped, the gradient was not finite: 1 (step 12)"
-    ]
-    assert report_health.skipped_updates([{"step": 1, "train/skipped_steps": 1.0}])
+    assert skipped_updates(lines) == ["Optimizer steps of the actor skipped, the gradient was not finite: 1 (step 12)"]
+    assert skipped_updates([{"step": 1, "train/skipped_steps": 1.0}])
     marks = {(mark["step"], mark["kind"]): mark["text"] for mark in report_health.marks(events)}
     assert marks[7, "trouble"] == "worker died: rollout 1" and (12, "trouble") in marks
-    assert report_health.warnings([{"step": 1, "reward/failed": 0.0}], [START, event("finished", 1)]) == []
+    assert examine(Evidence(steps=[{"step": 1, "reward/failed": 0.0}], events=[START, event("finished", 1)])) == []
 
 
 # --- configuration

@@ -166,6 +166,13 @@ def effective_sample_size_metrics(name: str, weights: Tensor, mask: Tensor) -> d
     return {f"{name}#w": mean_metric(exact, mask), f"{name}#w2": mean_metric(exact.square(), mask)}
 
 
+def correlation_metrics(name: str, one: Tensor, other: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Sums from which `reduce_metrics` forms Pearson's correlation, as ``name``; without spread: left out."""
+    x, y = select(one.detach(), mask).double(), select(other.detach(), mask).double()
+    parts = {"cx": x, "cx2": x.square(), "cy": y, "cy2": y.square(), "cxy": x * y}
+    return {f"{name}#{part}": mean_metric(values, mask) for part, values in parts.items()}
+
+
 def _sums(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     values, chosen, usable = _usable(values, mask)
     total = torch.where(usable, values, 0.0).sum(dtype=torch.float64)
@@ -218,8 +225,14 @@ def _effective_sample_size(parts: dict[str, float]) -> float:
     return parts["w"] ** 2 / parts["w2"] if parts["w2"] else math.nan
 
 
+def _correlation(parts: dict[str, float]) -> float:
+    spread = _variance(parts["cx"], parts["cx2"]) * _variance(parts["cy"], parts["cy2"])
+    return (parts["cxy"] - parts["cx"] * parts["cy"]) / math.sqrt(spread) if spread > 0 else math.nan
+
+
 _FORMULAS: dict[frozenset[str], Callable[[dict[str, float]], float]] = {
     frozenset({"x", "x2"}): _std,
     frozenset({"w", "w2"}): _effective_sample_size,
+    frozenset({"cx", "cx2", "cy", "cy2", "cxy"}): _correlation,
     frozenset({"error", "error2", "target", "target2"}): _explained_variance,
 }

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from verl import __version__
-from verl.cli import config, data, evaluate, generate, init, models, reward, runs, supervised, train
+from verl.cli import config, data, doctor, evaluate, generate, init, models, reward, runs, supervised, train
 from verl.cli.arguments import Parser
 from verl.errors import ConfigError, VerlError
 
@@ -26,6 +26,7 @@ examples:
   verl data reasoning-gym --task chain_sum --size 2000 --option min_terms=2
   verl init --model smollm2-135m --data data/chain_sum.parquet --out my.yaml
   verl reward test my_reward.py --data my.jsonl
+  verl doctor my.yaml
   verl train examples/quickstart.yaml trainer.total_training_steps=10
   verl export runs/quickstart --to my-model
   verl generate my-model --prompt "What is 2 + 2?"
@@ -58,9 +59,9 @@ def _run(words: list[str]) -> int:
     if not hasattr(arguments, "command"):
         parser.print_help()
         return EXIT_BAD_INPUT
-    arguments.command(arguments)
+    code = arguments.command(arguments) or EXIT_OK
     sys.stdout.flush()  # here, where an error of it is told
-    return EXIT_OK
+    return int(code)
 
 
 def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
@@ -118,7 +119,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"verl {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (init, train, supervised, evaluate, generate, data, reward, models, runs, config):
+    for module in (init, train, supervised, evaluate, generate, data, reward, models, runs, doctor, config):
         module.add(commands)
     return parser
 

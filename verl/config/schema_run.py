@@ -27,6 +27,7 @@ from verl.config.base import (
     acts,
 )
 from verl.config.problems import Problem
+from verl.config.schema_alarms import AlarmsConfig
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
 
@@ -420,6 +421,12 @@ class TrainerConfig(Section):
     keep_last: Annotated[int, Unit("checkpoints")] | None = Field(
         2, ge=1, description="Checkpoints kept, newest first; null: all.", json_schema_extra=acts("checkpoints")
     )
+    dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = Field(
+        -1,
+        description="Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or "
+        "every so many; -1: none.",
+    )
+    alarms: AlarmsConfig = Field(default_factory=AlarmsConfig, description="What to look out for while training.")
 
     @property
     def folder(self) -> Path:

@@ -21,6 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from verl.diagnostics import doctor
 from verl.errors import VerlError
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking import names, report_health
@@ -67,7 +68,7 @@ def report_data(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
         "facts": _facts(tree, summary, steps, report_health.planned_steps(events)),
         "status": report_health.status(events, summary.steps),
         "summary": asdict(summary),
-        "warnings": report_health.warnings(steps, events),
+        "warnings": [finding.text for finding in doctor.warnings(run_dir, steps, events)],
         "notes": _notes(torn, bucket, samples, len(events)),
         "curves": found,
         "marks": report_health.marks(events),

@@ -170,6 +170,7 @@ class RunDescription:
 def describe(run_dir: RunDir) -> RunDescription:
     """Reads the whole folder, as far as it can be read; what cannot is among the warnings."""
     from verl.checkpoint.store import CheckpointStore  # loads torch, which a mere list does without
+    from verl.diagnostics import doctor
 
     steps, torn = read_metrics(run_dir)
     events = run_dir.read_events()
@@ -215,7 +216,7 @@ def describe(run_dir: RunDir) -> RunDescription:
         curves={name: values for name, values in curves.items() if values},
         stages=dict(seconds),
         checkpoints=complete,
-        warnings=[*damage, *report_health.warnings(steps, events)],
+        warnings=[*damage, *(finding.text for finding in doctor.warnings(run_dir, steps, events))],
         events=events[-SHOWN_EVENTS:],
         samples_step=sampled[-1] if sampled else None,
         samples=best_and_worst(rows),

@@ -68,7 +68,7 @@ class RunResult:
         return export_hf(CheckpointStore(self.checkpoint.parent).open(self.checkpoint), Path(to), dtype)
 
     def __str__(self) -> str:
-        from verl.tracking.report_health import skipped_updates
+        from verl.diagnostics.checks_health import skipped_updates
 
         s, lines = self.summary, []
         if s.reward_first is not None:

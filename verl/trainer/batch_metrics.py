@@ -21,8 +21,9 @@ def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]
     """Scores and rewards by row, advantages, returns and values by trained token, lengths by row.
 
     ``response_length/clip_ratio`` is the share of responses cut at their limit, ``prompt_length/clip_ratio`` that of
-    prompts that fill theirs (cut or not). Of several rewards each is logged as ``critic/reward/<name>``, before its
-    weight and over the rows that it scored.
+    prompts that fill theirs (cut or not). ``training/trained_share`` is the share of the scored responses' tokens that
+    train, ``training/last_token_trained`` that of their last ones. Of several rewards each is logged as
+    ``critic/reward/<name>``, before its weight and over the rows that it scored.
     """
     columns = batch.tensors
     mask, scored = columns["response_mask"].bool(), columns["scored"].bool()
@@ -31,6 +32,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]
     response_length = attention[:, prompt_width:].sum(1).double()
     prompt_length = attention[:, :prompt_width].sum(1).double()
     cut = cut_rows(batch)
+    sampled = attention[:, prompt_width:].bool() & scored[:, None]
+    last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))
     metrics = {
         **spread_metrics("critic/score", outcome_scores(columns["token_level_scores"], mask), scored),
         **spread_metrics("critic/rewards", outcome_scores(columns["token_level_rewards"], mask), scored),
@@ -40,6 +43,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]
         **spread_metrics("prompt_length", prompt_length),
         "response_length/clip_ratio": mean_metric(cut.double()),
         "prompt_length/clip_ratio": mean_metric((prompt_length >= max_prompt_length).double()),
+        "training/trained_share": mean_metric(mask.double(), sampled),
+        "training/last_token_trained": mean_metric(mask.double(), last),
     }
     if "values" in columns:
         metrics |= spread_metrics("critic/values", columns["values"], mask)

@@ -19,6 +19,7 @@ from verl.config import RewardModelTrainingConfig, SupervisedConfig
 from verl.data.examples import ExampleDataset, load_conversations, load_pairs
 from verl.data.loader import PromptLoader, iterate_once
 from verl.data.samplers import EpochSampler
+from verl.diagnostics.checks_health import skipped_updates
 from verl.errors import ConfigError, VerlError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import (
@@ -34,7 +35,6 @@ from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.tracking.report import write_report
-from verl.tracking.report_health import skipped_updates
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import due

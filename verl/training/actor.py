@@ -12,7 +12,7 @@ from verl.algorithms.aggregation import Denominators
 from verl.algorithms.kl import is_full
 from verl.algorithms.loss_inputs import LossInputs
 from verl.algorithms.masking import select
-from verl.algorithms.metric import Metric, max_metric, mean_metric, std_metrics
+from verl.algorithms.metric import Metric, correlation_metrics, max_metric, mean_metric, std_metrics
 from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import ActorConfig
@@ -138,12 +138,25 @@ def _of_rows(statistics: dict[str, Tensor], part: MicroBatch, rows: int) -> dict
 
 @torch.no_grad()
 def _engine_difference(inputs: LossInputs) -> dict[str, Metric]:
-    """How far the trainer's probabilities of the sampled tokens are from the engine's (parity law: 0 on CPU)."""
+    """How far the trainer's probabilities of the sampled tokens, before its first optimizer step of a batch, are from
+    the engine's (parity law: 0 on CPU), from the old ones (0 in every dtype) and from the reference's."""
     assert inputs.rollout_log_probs is not None
     name, mask = "training/rollout_probs_diff", inputs.response_mask.bool()
-    difference = (inputs.log_probs.exp() - inputs.rollout_log_probs.exp()).abs()
-    return {
+    ours, engine = inputs.log_probs.exp(), inputs.rollout_log_probs.exp()
+    difference = (ours - engine).abs()
+    metrics = {
         f"{name}_mean": mean_metric(difference, mask),
         f"{name}_max": max_metric(difference, mask),
         **std_metrics(f"{name}_std", difference, mask),
+        **correlation_metrics("training/rollout_actor_probs_pearson_corr", ours, engine, mask),
+        "training/rollout_ratio_diff_mean": _ratio_difference(inputs, inputs.rollout_log_probs, mask),
+        "training/first_ratio_diff_mean": _ratio_difference(inputs, inputs.old_log_probs, mask),
     }
+    if inputs.ref_log_probs is not None:
+        metrics["training/ref_ratio_diff_mean"] = _ratio_difference(inputs, inputs.ref_log_probs, mask)
+    return metrics
+
+
+def _ratio_difference(inputs: LossInputs, others: Tensor, mask: Tensor) -> Metric:
+    """Mean of ``|p / p_other - 1|`` over the trained tokens."""
+    return mean_metric(((inputs.log_probs - others).exp() - 1).abs(), mask)

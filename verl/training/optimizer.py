@@ -14,6 +14,8 @@ from verl.config.schema_data import Fp16Config
 from verl.errors import CheckpointError, VerlError
 from verl.training.parallel import ALONE, Ranks
 
+WATCHED = 16  # numbers of each parameter, to see that it changes
+
 
 class LossScale:
     """What the loss of a float16 model is multiplied by, so that small gradients do not vanish.
@@ -104,6 +106,11 @@ class MasterWeights:
         self.ranks.sum_(list(gradients.values()), "the gradients of an optimizer step")
         return gradients
 
+    def watched(self) -> Tensor:
+        """A copy of up to 16 numbers of each parameter, spread over it."""
+        flat = (master.detach().reshape(-1) for master in self.masters.values())
+        return torch.cat([values[:: max(1, -(-values.numel() // WATCHED))] for values in flat])
+
     def clear_gradients(self) -> None:
         for parameter in [*self.masters.values(), *(parameter for parameter, _ in self._copies)]:
             parameter.grad = None
@@ -160,7 +167,8 @@ class Optimizer:
         """Apply the gradients that have added up, and clear them.
 
         Metrics: ``grad_norm``, before clipping, and its parts ``grad_norm/<part>`` (their squares add up to its
-        square); ``lr``; ``skipped_steps``; ``loss_scale``, the one of this step.
+        square); ``lr``; ``skipped_steps``; ``weights_moved``, the share of watched weights that
+        changed; ``loss_scale``, the one of this step.
 
         Raises:
             VerlError: a gradient that is not finite, and ``on_nonfinite`` is stop.
@@ -185,6 +193,7 @@ class Optimizer:
         if not finite and self._config.on_nonfinite == "stop" and not (scale is not None and scale.can_shrink):
             raise _not_finite(self._name, named)
         if finite and norm > 0:
+            before = self._weights.watched()
             # One product: a loss scale that is a power of two takes nothing from the bits of the gradient.
             factor = unscale * min(1.0, self._grad_clip / (norm + 1e-6))
             if factor != 1.0:
@@ -192,6 +201,8 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
             self._adamw.step()
+            moved = (self._weights.watched() != before).double().mean()
+            metrics[f"{self._name}/weights_moved"] = Metric(float(moved), 1.0, "mean")
             self._weights.publish()
         if scale is not None and norm != 0:
             scale.update(finite)

@@ -1,0 +1,104 @@
+"""``verl doctor``: what is wrong with a configuration or a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from verl.cli.arguments import Commands, common, settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from verl.diagnostics.evidence import Evidence, Finding
+
+_EPILOG = """\
+  verl doctor my.yaml actor.optim.lr=1e-5     before a run: data, the reward on known answers, the machine
+  verl doctor runs/my-run                     during or after it: its metrics, samples and events
+
+The exit code is 1 where there is an error among the findings, else 0. See docs/troubleshooting.md.
+"""
+STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def add(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        parents=[common()],
+        help="what is wrong with a configuration or a run",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument("words", nargs="*", metavar="CONFIG | RUN | key=value", help="a YAML file, or a run; settings")
+    doctor.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
+    doctor.add_argument("--json", action="store_true", help="findings as JSON")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from verl.diagnostics.doctor import examine
+    from verl.run_dir import json_line
+
+    evidence, subject = _evidence(arguments.words, arguments.preset)
+    findings = examine(evidence)
+    if arguments.json:
+        print(json_line({"subject": subject, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        _print_findings(Console(highlight=False, soft_wrap=True), subject, evidence, findings)
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, str]:
+    """Of a run where the words name one; else of a configuration."""
+    from pathlib import Path
+
+    from verl.config import load_config
+    from verl.config.overlays import presets as preset_names
+    from verl.diagnostics.doctor import of_config, of_run
+    from verl.errors import ConfigError
+    from verl.tracking.runs import find_run
+
+    source, overrides = settings(words)
+    if source is None and not overrides:
+        fix = "verl doctor my.yaml, or verl doctor runs/my-run"
+        raise ConfigError("there is nothing to look at: neither a configuration nor a run is given", None, fix)
+    if source in preset_names():
+        presets, source = [*presets, source], None
+    if source is not None and not (Path(source).is_file() and Path(source).suffix in (".yaml", ".yml")):
+        run_dir = find_run(source)
+        if overrides:
+            raise ConfigError("settings belong to a configuration, not to a run", overrides[0], "leave them out")
+        return of_run(run_dir), str(run_dir.path)
+    from verl.models.quiet import without_bars
+    from verl.trainer.run_models import opened
+
+    loaded = load_config(source, overrides, presets)
+    with without_bars(), opened(loaded.config) as config:
+        return of_config(config), source or "the given settings"
+
+
+def _print_findings(console: Console, subject: str, evidence: Evidence, findings: Sequence[Finding]) -> None:
+    from rich.text import Text
+
+    from verl.tracking.console import printable
+
+    looked = [f"{len(evidence.steps)} steps" if evidence.steps else ""]
+    looked += [f"{sum(map(len, evidence.samples.values()))} sampled responses" if evidence.samples else ""]
+    looked += [f"{evidence.data.rows} rows of data" if evidence.data else ""]
+    looked += [f"the reward on {evidence.trial.tried} known answers" if evidence.trial else ""]
+    looked += ["the machine" if evidence.machine else ""]
+    console.print(Text(f"{printable(subject)}: looked at {', '.join(filter(None, looked)) or 'nothing: it is empty'}"))
+    for finding in findings:
+        head = Text(f"\n{finding.severity}", STYLES[finding.severity]).append(f" {finding.name}\n", "dim")
+        console.print(head.append(f"  {printable(finding.what)}", "bold"))
+        for label, text in (("evidence", finding.evidence), ("cause", finding.cause), ("fix", finding.fix)):
+            if text:
+                console.print(Text(f"  {label:<9}", "dim").append(" ".join(printable(text).split())))
+    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in STYLES}
+    said = [f"{count} {severity}{'s'[: count > 1]}" for severity, count in counts.items() if count]
+    console.print(Text("\n" + (", ".join(said) or "nothing wrong was found")))

@@ -1,0 +1,105 @@
+"""What went wrong on the way, as events and metrics say it: the run stopped, responses unscored, workers died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from verl.diagnostics.evidence import MAX_LISTED, Evidence, Finding, few, steps_text
+from verl.run_dir import EventRecord, json_line
+from verl.tracking import names
+from verl.tracking.report_health import LIFE, words
+
+# Counters of a step that should be zero, by finding: what it means and what it usually comes from.
+_COUNTERS = {
+    "reward/failed": ("reward_failed", "Responses not scored, the reward function raised an error"),
+    "reward/invalid": ("reward_invalid", "Responses not scored, the reward function returned no usable number"),
+    "actor/skipped_steps": ("steps_skipped", "Optimizer steps of the actor skipped, the gradient was not finite"),
+    "critic/skipped_steps": ("steps_skipped", "Optimizer steps of the critic skipped, the gradient was not finite"),
+    "train/skipped_steps": ("steps_skipped", "Optimizer steps skipped, the gradient was not finite"),
+}
+_ADVICE = {
+    "reward_failed": ("an exception or a time-out in the reward", "verl reward test shows which responses and why"),
+    "reward_invalid": ("the function returns NaN, text or nothing", "return a number, a dict with score, or None"),
+    "steps_skipped": (
+        "a learning rate that is too high, or broken inputs",
+        "lower the learning rate, see docs/training.md",
+    ),
+}
+
+
+def stopped(evidence: Evidence) -> Iterator[Finding]:
+    last = next((event for event in reversed(evidence.events) if event.kind in LIFE), None)
+    if last is None or last.kind != "stopped":
+        return
+    after = f" after step {last.step}" if last.step is not None else ""
+    yield Finding(
+        "stopped",
+        "warning",
+        f"The run stopped{after}",
+        _text(last.detail) or "no reason noted",
+        "Ctrl-C, a kill, or the error that verl train told",
+        "the same command goes on from the last checkpoint",
+    )
+
+
+def counters(evidence: Evidence) -> Iterator[Finding]:
+    yield from _counted(evidence.steps, _COUNTERS)
+
+
+def skipped_updates(steps: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each role that left out optimizer steps; without one, what the run learnt is not in doubt."""
+    found = _counted(steps, [name for name in _COUNTERS if name.endswith("/skipped_steps")])
+    return [finding.text for finding in found]
+
+
+def _counted(steps: Sequence[dict[str, Any]], counters: Iterable[str]) -> Iterator[Finding]:
+    for counter in counters:
+        counts = {line["step"]: value for line in steps if (value := names.number(line, counter))}
+        if counts:
+            name, what = _COUNTERS[counter]
+            evidence = f"{sum(counts.values()):g} ({steps_text(list(counts))})"
+            yield Finding(name, "warning", what, evidence, *_ADVICE[name])
+
+
+def not_finite(evidence: Evidence) -> Iterator[Finding]:
+    """``metrics.jsonl`` holds null for a number that was not finite."""
+    nulls: dict[str, list[int]] = {}
+    for line in evidence.steps:
+        for name, value in line.items():
+            if value is None:
+                nulls.setdefault(name, []).append(line["step"])
+    by_steps: dict[tuple[int, ...], list[str]] = {}
+    for name, where in nulls.items():
+        by_steps.setdefault(tuple(where), []).append(name)
+    for steps, found in by_steps.items():
+        yield Finding(
+            "not_finite",
+            "warning",
+            "Not a finite number",
+            f"{few(found, MAX_LISTED)} ({steps_text(steps)})",
+            "an overflow, a division by zero, or rewards that are not finite",
+            "look at the samples of the first such step; lower the learning rate",
+        )
+
+
+def trouble(evidence: Evidence) -> Iterator[Finding]:
+    """Events of every other kind; what an alarm was raised for, its own check finds."""
+    seen_in_metrics = {name for line in evidence.steps for name, value in line.items() if value is None}
+    by_kind: dict[str, list[EventRecord]] = {}
+    for event in evidence.events:
+        if event.kind in (*LIFE, "alarm", "skipped"):
+            continue
+        if not (event.kind == "metric_not_finite" and event.subject in seen_in_metrics):
+            by_kind.setdefault(event.kind, []).append(event)
+    for kind, group in by_kind.items():
+        where = [event.step for event in group if event.step is not None]
+        times = f" {len(group)} times" if len(group) > 1 else ""
+        subjects = few(list(dict.fromkeys(event.subject for event in group if event.subject)), 3)
+        detail = f", {_text(group[0].detail)[:200]}" if len(group) == 1 and group[0].detail else ""
+        what = f"{words(kind).capitalize()}{times}" + (f" ({steps_text(where)})" if where else "")
+        yield Finding(kind, "warning", what, subjects + detail, "", "events.log has all of it, with times")
+
+
+def _text(detail: Any) -> str:
+    return detail if isinstance(detail, str) else json_line(detail)

@@ -1,0 +1,155 @@
+"""Is the machine fit for it?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verl.diagnostics.evidence import Evidence, Finding
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of this moment; bytes unless said otherwise.
+
+    Attributes:
+        load: programs that wanted to run in the last minute.
+        wrong_versions: what is installed in another version than VeRL asks for, in words.
+    """
+
+    cores: int
+    load: float
+    memory: int
+    swap_used: int
+    disk_free: int
+    shared_free: int
+    threads: str = ""  # OMP_NUM_THREADS
+    wrong_versions: list[str] = field(default_factory=list)
+
+    @classmethod
+    def here(cls, folder: Path) -> Machine:
+        """This machine; ``folder`` lies (or will lie) on the disk that is asked about."""
+        from verl.cluster.threads import available_cores
+
+        place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        memory = _meminfo()
+        shared = Path("/dev/shm")
+        return cls(
+            cores=available_cores(),
+            load=os.getloadavg()[0],
+            memory=memory.get("MemTotal", 0),
+            swap_used=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
+            disk_free=shutil.disk_usage(place).free,
+            shared_free=shutil.disk_usage(shared).free if shared.is_dir() else 0,
+            threads=os.environ.get("OMP_NUM_THREADS", ""),
+            wrong_versions=list(_wrong_versions()),
+        )
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    parts = (line.replace(":", "").split() for line in lines)
+    return {words[0]: int(words[1]) * 1024 for words in parts if len(words) == 3}
+
+
+def _wrong_versions() -> Iterator[str]:
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = importlib.metadata.requires("verl") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return
+    for requirement in map(Requirement, wanted):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{requirement.name} is not installed"
+            continue
+        if not requirement.specifier.contains(there, prereleases=True):
+            yield f"{requirement.name} {there}, wanted {requirement.specifier}"
+
+
+def threads(evidence: Evidence) -> Iterator[Finding]:
+    machine, config = evidence.machine, evidence.config
+    if machine is None:
+        return
+    given = config.cluster.threads if config is not None else None
+    ranks = (config.ranks or 1) if config is not None else 1
+    asked = (given or (int(machine.threads) if machine.threads.isdigit() else 0)) * ranks
+    if asked > machine.cores:
+        yield Finding(
+            "threads_over_subscribed",
+            "warning",
+            "More threads than cores: they fight for them",
+            f"{asked} threads ({ranks} ranks), {machine.cores} cores",
+            "OMP_NUM_THREADS or cluster.threads set for another machine",
+            f"at most {max(1, machine.cores // ranks)} threads a rank, or leave both unset",
+        )
+    if machine.load > 1.5 * machine.cores:
+        yield Finding(
+            "machine_busy",
+            "warning",
+            "The machine is busy with more work than it has cores",
+            f"load {machine.load:.1f}, {machine.cores} cores",
+            "other programs, or another run",
+            "wait for them, or give each run its own cores (taskset)",
+        )
+
+
+def memory(evidence: Evidence) -> Iterator[Finding]:
+    machine, config = evidence.machine, evidence.config
+    if machine is None:
+        return
+    if machine.swap_used > 0.1 * machine.memory:
+        yield Finding(
+            "swapping",
+            "warning",
+            "The machine swaps, which makes training crawl",
+            f"{machine.swap_used / GIB:.1f} GiB in swap, {machine.memory / GIB:.1f} GiB of memory",
+            "too little memory for what runs",
+            "end other programs; smaller actor.ppo_max_token_len_per_gpu and rollout.max_num_seqs",
+        )
+    if machine.disk_free < 5 * GIB:
+        yield Finding(
+            "disk_full",
+            "error" if machine.disk_free < GIB / 2 else "warning",
+            "Little room on the disk of the run folder",
+            f"{machine.disk_free / GIB:.1f} GiB free",
+            "checkpoints hold weights and optimizer: 12 bytes a parameter each",
+            "free space, lower trainer.keep_last, or another trainer.default_local_dir",
+        )
+    if config is not None and config.cluster.backend == "ray" and machine.shared_free < GIB:
+        yield Finding(
+            "shared_memory_small",
+            "warning",
+            "Little shared memory for Ray's objects",
+            f"{machine.shared_free / GIB:.2f} GiB free in /dev/shm",
+            "a container with the default of 64 MB",
+            "start the container with --shm-size=8g, or cluster.backend=inline",
+        )
+
+
+def versions(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.machine is not None and evidence.machine.wrong_versions:
+        yield Finding(
+            "versions",
+            "warning",
+            "Packages in other versions than VeRL asks for",
+            "; ".join(evidence.machine.wrong_versions),
+            "another program's requirements in the same environment",
+            "pip install --upgrade verl in an environment of its own",
+        )
+
+
+CHECKS = (threads, memory, versions)

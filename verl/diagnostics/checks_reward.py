@@ -1,0 +1,254 @@
+"""Is the reward what was meant?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from statistics import stdev
+from typing import Any
+
+from verl.diagnostics.evidence import Evidence, Finding, mean
+from verl.tracking import names
+from verl.tracking.samples import SampleRow
+
+_TRY = "verl reward test shows what the function gives to which response"
+LEAST_ROWS = 8  # responses on each side of a comparison
+
+
+def constant(evidence: Evidence) -> Iterator[Finding]:
+    """Every response of every step has one score: nothing can be learnt."""
+    least, most = evidence.series("critic/score/min"), evidence.series("critic/score/max")
+    values = {*least.values(), *most.values()}
+    responses = sum(evidence.series("reward/scored").values())
+    if len(least) >= 2 and len(values) == 1:
+        yield Finding(
+            "reward_constant",
+            "error",
+            "Every response gets the same score, so nothing is learnt",
+            f"{values.pop():g} for all {responses:g} responses of {len(least)} steps",
+            "the reward ignores the response, never finds the answer, or the task is far too hard or too easy",
+            f"{_TRY}; look at the samples",
+        )
+
+
+def zero_spread(evidence: Evidence) -> Iterator[Finding]:
+    shares = evidence.series("training/frac_reward_zero_std")
+    if (
+        not shares
+        or next(constant(evidence), None)
+        or (evidence.config and not evidence.config.algorithm.compares_group)
+    ):
+        return
+    late = list(shares.values())[-10:]
+    if mean(late) > 0.7:
+        yield Finding(
+            "groups_without_spread",
+            "warning",
+            "In most groups all responses have the same score, so they teach nothing",
+            f"{mean(late):.0%} of the groups of the last {len(late)} steps",
+            "prompts that the model always or never solves, or groups that are too small",
+            "algorithm.filter_groups.enable=true, a larger rollout.n, or a data.sampler that prefers others",
+        )
+
+
+def against_truth(evidence: Evidence) -> Iterator[Finding]:
+    """Of sampled responses: those in which the ground truth stands as a word should have the higher scores."""
+    rows = [row for row in evidence.rows if _truth_of(row)]
+    right = [row.score for row in rows if row.score is not None and _is_right(row)]
+    wrong = [row.score for row in rows if row.score is not None and not _is_right(row)]
+    if len({_truth_of(row) for row in rows}) < 2 or min(len(right), len(wrong)) < LEAST_ROWS:
+        return
+    spread = 2 * stdev(right + wrong)  # 1 where half of the scores are 0 and half are 1
+    gain = mean(right) - mean(wrong)
+    error = (stdev(right) ** 2 / len(right) + stdev(wrong) ** 2 / len(wrong)) ** 0.5
+    figures = (
+        f"mean score {mean(right):.4g} of {len(right)} responses that contain the ground truth, "
+        f"{mean(wrong):.4g} of {len(wrong)} that do not"
+    )
+    if gain < 0 and -gain > max(3 * error, 0.05 * spread):
+        yield _inverted(figures)
+    elif spread and abs(gain) < 0.2 * spread and error < 0.12 * spread:
+        yield _format_only("warning", figures)
+
+
+def _inverted(figures: str) -> Finding:
+    return Finding(
+        "reward_inverted",
+        "error",
+        "Wrong answers score higher than right ones",
+        figures,
+        "the sign is wrong, or the comparison with the ground truth is turned round",
+        f"{_TRY}; negate the score",
+    )
+
+
+def _format_only(severity: Any, figures: str) -> Finding:
+    return Finding(
+        "reward_format_only",
+        severity,
+        "Right and wrong answers score the same: the reward looks at something else than the answer",
+        figures,
+        "a reward for the format, or one that does not get the ground truth it expects",
+        f"{_TRY}; check data.answer_key and reward.reward_kwargs",
+    )
+
+
+def _truth_of(row: SampleRow) -> str:
+    truth = row.ground_truth
+    return str(truth).strip() if isinstance(truth, str | int | float) else ""
+
+
+def _is_right(row: SampleRow) -> bool:
+    return re.search(rf"(?<!\w){re.escape(_truth_of(row))}(?!\w)", row.response) is not None
+
+
+def timed_out(evidence: Evidence) -> Iterator[Finding]:
+    rows = [row for found in evidence.samples.values() for row in found]
+    late = [row for row in rows if row.reason and re.search(r"time.?(d.)?out|seconds", row.reason, re.IGNORECASE)]
+    if late:
+        yield Finding(
+            "reward_timed_out",
+            "error" if len(late) > 0.2 * len(rows) else "warning",
+            "The reward function did not answer in time, so these responses train nothing",
+            f"{len(late)} of {len(rows)} sampled responses: {str(late[0].reason)[:120]}",
+            "the function loops or waits on some responses, or reward.timeout is too short",
+            "bound what the function does, or raise reward.timeout and reward.num_workers",
+        )
+
+
+def follows_length(evidence: Evidence) -> Iterator[Finding]:
+    pairs = [(row.score, row.response_length) for row in evidence.rows if row.response_length]
+    if len(pairs) < 2 * LEAST_ROWS or len({score for score, _ in pairs}) < 4:
+        return
+    found = correlation([float(score or 0) for score, _ in pairs], [float(length or 0) for _, length in pairs])
+    if abs(found) > 0.9:
+        longer = "longer" if found > 0 else "shorter"
+        yield Finding(
+            "reward_follows_length",
+            "warning",
+            f"The score hardly depends on anything but the length: {longer} responses score higher",
+            f"correlation {found:.2f} over {len(pairs)} responses",
+            "the reward counts words or steps, or penalises length more than it pays answers",
+            "score the answer; limit length with reward.overlong_buffer or reward.length_normalization",
+        )
+
+
+def collapsed(evidence: Evidence) -> Iterator[Finding]:
+    """The alarm ``trainer.alarms.reward``; means of three steps."""
+    limit, scores = evidence.limits.reward, evidence.series(names.REWARD)
+    lows, highs = evidence.series("critic/score/min").values(), evidence.series("critic/score/max").values()
+    if limit is None or len(scores) < 6 or not lows or not highs:
+        return
+    floor, span = min(lows), max(highs) - min(lows)
+    steps = sorted(scores)
+    means = {steps[i + 2]: mean([scores[step] for step in steps[i : i + 3]]) for i in range(len(steps) - 2)}
+    best = max(means, key=means.__getitem__)
+    fallen = [
+        step
+        for step, value in means.items()
+        if step > best and value - floor < (1 - limit) * (means[best] - floor) and means[best] - value > 0.15 * span
+    ]
+    if fallen:
+        yield Finding(
+            "reward_collapsed",
+            "error",
+            "The reward fell far below what it had reached",
+            f"{means[best]:.4g} around step {best}, {means[fallen[-1]]:.4g} around step {fallen[-1]}",
+            "the policy moved too far: a high learning rate, too many updates a batch, no KL term, stale responses",
+            "go on from an earlier checkpoint with a lower actor.optim.lr, or with actor.use_kl_loss=true",
+        )
+
+
+def one_pattern(evidence: Evidence) -> Iterator[Finding]:
+    """A text that all of the best responses share and the others mostly lack."""
+    rows = evidence.rows
+    scores = {row.score for row in rows if row.score is not None}
+    if len(scores) < 2:
+        return
+    best = [row for row in rows if row.score == max(scores)]
+    rest = [row for row in rows if row.score != max(scores)]
+    if len({row.prompt for row in best}) < 4 or len(rest) < LEAST_ROWS:
+        return
+    shared = _shared([row.response for row in best])
+    having = sum(shared in row.response for row in rest)
+    if len(shared.strip()) >= 4 and having < 0.2 * len(rest) and not any(shared in row.prompt for row in best):
+        yield Finding(
+            "one_pattern",
+            "note",
+            "All of the best responses share a text that the others lack: a format that is wanted, or a trick",
+            f"{shared[:60]!r} in {len(best)} responses to {len({row.prompt for row in best})} prompts "
+            f"with the score {max(scores):g}, and in {having} of {len(rest)} others",
+            "the reward pays a pattern whatever the answer",
+            f"read some of them; {_TRY}",
+        )
+
+
+def _shared(texts: Sequence[str]) -> str:
+    """The longest text that stands in all of them, of the first 400 characters of the shortest."""
+    shortest = min(texts, key=len)[:400]
+    low, high = 0, len(shortest)
+    best = ""
+    while low < high:  # if one of length k is shared, so is one of every smaller length
+        size = (low + high + 1) // 2
+        parts = {shortest[i : i + size] for i in range(len(shortest) - size + 1)}
+        found = sorted(part for part in parts if all(part in text for text in texts))
+        low, high, best = (size, high, found[0]) if found else (low, size - 1, best)
+    return best
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Pearson's; 0 where one has no spread."""
+    a, b = mean(one), mean(other)
+    spread = (sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in other)) ** 0.5
+    return sum((x - a) * (y - b) for x, y in zip(one, other, strict=True)) / spread if spread > 0 else 0.0
+
+
+def of_trial(evidence: Evidence) -> Iterator[Finding]:
+    """Before a run: the reward on each row's own truth and on another row's, written in the usual ways."""
+    trial = evidence.trial
+    if trial is None:
+        return
+    if trial.failed:
+        yield Finding(
+            "reward_failed",
+            "error" if trial.failed == trial.tried else "warning",
+            "The reward function raised an error for known answers",
+            f"{trial.failed} of {trial.tried}: {trial.reason[:160]}",
+            "a mistake in the function, or a ground truth that it does not understand",
+            _TRY,
+        )
+    if trial.slowest > 1.0:
+        yield Finding(
+            "reward_slow",
+            "warning",
+            "The reward function is slow",
+            f"up to {trial.slowest:.1f} s for one response",
+            "",
+            "raise reward.num_workers, and check reward.timeout",
+        )
+    told = {form: own - other for form, (own, other) in trial.means.items() if own is not None and other is not None}
+    best, worst = max(told, key=told.__getitem__, default=""), min(told, key=told.__getitem__, default="")
+    if told and told[best] <= 0 and told[worst] < 0:
+        yield _inverted(_means(trial, worst))
+    elif told and told[best] <= 0:
+        seen = sorted({value for pair in trial.means.values() for value in pair if value is not None})
+        if len(seen) > 1:
+            best = max(trial.means, key=lambda form: trial.means[form][0] or 0.0)
+            yield _format_only("error", _means(trial, best))
+        else:
+            yield Finding(
+                "reward_untested",
+                "note",
+                "No known way to write an answer makes a difference to the reward, so it could not be tested",
+                f"{seen[0]:g} for right and wrong answers alike",
+                "it wants another form, or does not compare with the ground truth",
+                f"{_TRY} (--template says how an answer is written)",
+            )
+
+
+def _means(trial: Any, form: str) -> str:
+    own, other = trial.means[form]
+    return f"written as {form!r}: mean score {own:.4g} of right answers, {other:.4g} of wrong ones"
+
+
+CHECKS = (constant, zero_spread, against_truth, timed_out, follows_length, collapsed, one_pattern, of_trial)

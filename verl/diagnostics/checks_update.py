@@ -1,0 +1,322 @@
+"""Advantages, KL and updates: is what trains what was configured?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median, stdev
+
+from verl.diagnostics.evidence import Evidence, Finding, course, mean, steps_text
+from verl.tracking import names
+
+MISMATCH = 0.02  # mean |p / q - 1| of two probabilities of one token that should be the same
+_REPLAY = "keep a step with trainer.dump_steps and look at it with verl replay"
+
+
+# --- advantages -----------------------------------------------------------------------------------------------------
+
+
+def not_normalised(evidence: Evidence) -> Iterator[Finding]:
+    """grpo: in each group the advantages have mean 0 and standard deviation 1; rloo: mean 0; gae: mean 0 by token."""
+    algorithm = evidence.config.algorithm if evidence.config else None
+    if algorithm is None:
+        return
+    groups = [[row.advantage for row in group if row.advantage is not None] for group in evidence.groups()]
+    spread = [group for group in groups if len(group) > 1 and stdev(group) > 0]
+    centred = algorithm.uses("grpo") or algorithm.uses("rloo")
+    if centred and spread and median(abs(mean(group)) / stdev(group) for group in spread) > 0.05:
+        off = median(mean(group) for group in spread)
+        yield _not_as_configured("not_centred", "their mean in a group is not 0", f"{off:.4g} in the median group")
+    normed = algorithm.uses("grpo") and algorithm.norm_adv_by_std_in_grpo
+    if normed and spread and abs(median(map(stdev, spread)) - 1) > 0.05:
+        what = "their standard deviation in a group is not 1"
+        yield _not_as_configured("not_normalised", what, f"{median(map(stdev, spread)):.4g} in the median group")
+    means = evidence.series("critic/advantages/mean")
+    if algorithm.uses("gae") and algorithm.whiten_advantages and means and max(map(abs, means.values())) > 1e-2:
+        yield _not_as_configured("not_normalised", "their mean over tokens is not 0", course(means))
+
+
+def _not_as_configured(name: str, what: str, figures: str) -> Finding:
+    return Finding(
+        f"advantages_{name}",
+        "error",
+        f"Advantages are not normalised as configured: {what}",
+        figures,
+        "an estimator of one's own under a built-in name, or a changed batch after the advantages",
+        "compare with docs/algorithms.md; name an estimator of your own in algorithm.custom_estimator",
+    )
+
+
+def scale(evidence: Evidence) -> Iterator[Finding]:
+    largest = evidence.series("critic/advantages/max")
+    if largest and median(largest.values()) > 20:
+        yield Finding(
+            "advantages_large",
+            "warning",
+            "Advantages are large, so one response can decide an update",
+            f"largest: {course(largest)}",
+            "scores of a large scale, without a division by their spread",
+            "scale the reward to about 1, or algorithm.norm_adv_by_std_in_grpo=true",
+        )
+
+
+# --- KL -------------------------------------------------------------------------------------------------------------
+
+
+def reference_is_base(evidence: Evidence) -> Iterator[Finding]:
+    """At the first step the policy is the reference, bit for bit on a CPU."""
+    ratio = evidence.series("training/ref_ratio_diff_mean")
+    started_here = any(event.kind == "started" for event in evidence.events)
+    if started_here and ratio.get(1, 0.0) > MISMATCH:
+        yield Finding(
+            "reference_not_base",
+            "error",
+            "The reference is not the model that training started from",
+            f"probabilities differ by {ratio[1]:.1%} on average at step 1",
+            "the reference was loaded from elsewhere, in another dtype, or computes at another temperature",
+            "compare what was loaded with model.path",
+        )
+
+
+def reference_is_frozen(evidence: Evidence) -> Iterator[Finding]:
+    ratio, moved = evidence.series("training/ref_ratio_diff_mean"), evidence.series("actor/weights_moved")
+    first = next((step for step, share in moved.items() if share > 0), None)
+    later = {step: value for step, value in ratio.items() if first is not None and step > first}
+    if later and max(later.values()) == 0:
+        yield Finding(
+            "reference_moves",
+            "error",
+            "The reference moves with the policy, so the KL term is always zero",
+            f"no probability differs at {steps_text(list(later))}, although weights changed from step {first} on",
+            "the reference shares its weights with the policy, or is loaded again from it",
+            "give the reference weights of its own",
+        )
+
+
+def kl_exploded(evidence: Evidence) -> Iterator[Finding]:
+    """The alarm ``trainer.alarms.kl``."""
+    limit = evidence.limits.kl
+    found = {line["step"]: kl for line in evidence.steps if line["step"] and (kl := names.kl(line)) is not None}
+    over = [step for step, (_, value) in found.items() if limit is not None and value > limit]
+    if over:
+        label, value = max((found[step] for step in over), key=lambda pair: pair[1])
+        yield Finding(
+            "kl_exploded",
+            "error",
+            "The policy is far from where it started",
+            f"{label} up to {value:.3g} nats a token, more than {limit:g} ({steps_text(over)})",
+            "a learning rate that is too high, a KL coefficient that is too low, or too many updates a batch",
+            "lower actor.optim.lr, or raise actor.kl_loss_coef (or algorithm.kl_ctrl.kl_coef)",
+        )
+
+
+def kl_dominates(evidence: Evidence) -> Iterator[Finding]:
+    """The KL term against what the reward has to say."""
+    low, high = evidence.series("critic/score/min"), evidence.series("critic/score/max")
+    spread = {step: high[step] - low[step] for step in low.keys() & high.keys()}
+    scores, rewards = evidence.series(names.REWARD), evidence.series("critic/rewards/mean")
+    shaped = evidence.config is not None and evidence.config.reward.shapes
+    in_reward = {} if shaped else {step: scores[step] - rewards[step] for step in scores.keys() & rewards.keys()}
+    penalised = "actor/reward_kl_penalty" in {name for line in evidence.steps for name in line}
+    heavy = [step for step, size in in_reward.items() if penalised and spread.get(step) and size > spread[step]]
+    loss, config = evidence.series("actor/kl_loss"), evidence.config
+    coefficient = config.actor.kl_loss_coef if config is not None and config.actor.use_kl_loss else 0.0
+    heavy += [step for step, value in loss.items() if coefficient * value > 1.0]
+    if len(heavy) > 0.3 * max(len(scores), 1):
+        yield Finding(
+            "kl_dominates",
+            "warning",
+            "The KL term outweighs the reward, so the policy is held where it is",
+            f"penalty a response {course(in_reward)}, spread of the scores {course(spread)}"
+            if penalised
+            else f"coefficient x KL: {coefficient * max(loss.values()):.3g}, advantages are about 1",
+            "a coefficient that is too high for rewards of this scale",
+            "lower algorithm.kl_ctrl.kl_coef (or actor.kl_loss_coef)",
+        )
+
+
+# --- updates --------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(evidence: Evidence) -> Iterator[Finding]:
+    rates = evidence.series("actor/lr")
+    if len(rates) >= 2 and max(rates.values()) == 0:
+        yield Finding(
+            "lr_zero",
+            "error",
+            "The learning rate is zero, so nothing is learnt",
+            f"in all of {steps_text(list(rates))}",
+            "actor.optim.lr=0, or a warm-up as long as the run",
+            "set actor.optim.lr; actor.optim.lr_warmup_steps well below the steps of the run",
+        )
+
+
+def no_gradient(evidence: Evidence) -> Iterator[Finding]:
+    total = evidence.series(names.GRAD_NORM)
+    trained = [step for step, value in total.items() if value > 0]
+    if total and not trained and len(total) >= 2:
+        yield Finding(
+            "no_gradient",
+            "error",
+            "The gradient is zero, so nothing is learnt",
+            f"in all of {steps_text(list(total))}",
+            "no group has responses with different scores, or nothing of the model is trained",
+            "look at training/frac_reward_zero_std and at the samples",
+        )
+    prefix = f"{names.GRAD_NORM}/"
+    parts = {name for line in evidence.steps for name in line if name.startswith(prefix)}
+    for name in sorted(parts):
+        if trained and not any(evidence.series(name).get(step, 0.0) > 0 for step in trained):
+            yield Finding(
+                "part_without_gradient",
+                "error",
+                f"A part of the model gets no gradient: {name.removeprefix(prefix)}",
+                f"{name} is 0 in {steps_text(trained)}, the whole norm {course(total)}",
+                "its parameters are frozen (requires_grad), or cut off from the loss",
+                "train all of the model, or ignore this where it is meant",
+            )
+
+
+def weights_move(evidence: Evidence) -> Iterator[Finding]:
+    moved, rates = evidence.series("actor/weights_moved"), evidence.series("actor/lr")
+    meant = {step: share for step, share in moved.items() if rates.get(step, 0.0) > 0}
+    if meant and mean(list(meant.values())) < 0.1:
+        yield Finding(
+            "weights_unmoved",
+            "error",
+            "The weights do not change, although there is a gradient and a learning rate",
+            f"{mean(list(meant.values())):.1%} of the watched weights changed in {steps_text(list(meant))}",
+            "the optimizer holds other tensors than the model, or steps are below the precision of the weights",
+            "raise actor.optim.lr; do not replace parameters after the start",
+        )
+
+
+def clipped_away(evidence: Evidence) -> Iterator[Finding]:
+    norms, config = [value for value in evidence.series(names.GRAD_NORM).values() if value > 0], evidence.config
+    if norms and config is not None and median(norms) > 20 * config.actor.grad_clip:
+        yield Finding(
+            "gradient_clipped_away",
+            "warning",
+            "Clipping cuts every gradient to a small part",
+            f"gradient norm {median(norms):.3g} in the median, actor.grad_clip={config.actor.grad_clip:g}",
+            "actor.grad_clip far below the usual norm, or a loss of a large scale",
+            "set actor.grad_clip near the usual norm (1.0), or scale the reward",
+        )
+
+
+def gradient_exploded(evidence: Evidence) -> Iterator[Finding]:
+    """The alarm ``trainer.alarms.grad_norm``."""
+    limit, norms = evidence.limits.grad_norm, evidence.series(names.GRAD_NORM)
+    values, steps = list(norms.values()), list(norms)
+    over = [
+        i
+        for i in range(3, len(values))
+        if limit is not None and values[i] > limit * (usual := median(values[:i])) and usual > 0
+    ]
+    if over:
+        yield Finding(
+            "gradient_exploded",
+            "warning",
+            "The gradient norm jumped",
+            f"{values[over[0]]:.3g} at step {steps[over[0]]}, {median(values[: over[0]]):.3g} in the median before",
+            "an unusual batch, or weights on their way to diverge",
+            "lower actor.optim.lr or actor.grad_clip; look at that step's samples",
+        )
+
+
+def clip_fraction(evidence: Evidence) -> Iterator[Finding]:
+    shares = evidence.series("actor/pg_clipfrac")
+    late = list(shares.values())[-10:]
+    if late and mean(late) > 0.3:
+        yield Finding(
+            "policy_clipped",
+            "warning",
+            "Most of what a step could teach is clipped away",
+            f"actor/pg_clipfrac {mean(late):.0%} in the last {len(late)} steps",
+            "the policy moves too far within one batch: many mini-batches or passes at a high learning rate",
+            "lower actor.optim.lr or actor.ppo_epochs, or widen actor.clip_ratio",
+        )
+
+
+def ratio_one(evidence: Evidence) -> Iterator[Finding]:
+    """Old log-probs are those of the weights at the first mini-batch, unless the engine's stand in for them."""
+    config = evidence.config
+    ratio = evidence.series("training/first_ratio_diff_mean")
+    if not ratio or next(engine_mismatch(evidence), None):
+        return  # the same trouble, seen closer there
+    if config is not None and config.algorithm.rollout_correction.bypass_mode:
+        return
+    if mean(list(ratio.values())) > MISMATCH:
+        yield Finding(
+            "ratio_not_one",
+            "error",
+            "The policy ratio is not 1 at the first mini-batch of a step",
+            f"off by {mean(list(ratio.values())):.1%} on average ({course(ratio)})",
+            "old log-probs of other weights or another temperature, or dropout in training",
+            f"turn dropout off in the model's configuration; {_REPLAY}",
+        )
+
+
+def engine_mismatch(evidence: Evidence) -> Iterator[Finding]:
+    """Engine and trainer on the same tokens and weights: by when and how they differ, what differs."""
+    ratio = evidence.series("training/rollout_ratio_diff_mean")
+    stale = evidence.series("training/staleness/max")
+    fresh = {step: value for step, value in ratio.items() if not stale.get(step)}
+    if not fresh or max(fresh.values()) <= MISMATCH:
+        return
+    alike = list(evidence.series("training/rollout_actor_probs_pearson_corr").values())
+    figures = f"probabilities of the sampled tokens differ by {course(fresh)} on average"
+    figures += f", correlation {mean(alike):.2f}" if alike else ""
+    first = min(fresh)
+    if fresh[first] <= MISMATCH:
+        name, what = "engine_weights_stale", "The rollout engine samples with old weights"
+        cause, fix = "new weights do not reach the engine after an update", "publish them after every update"
+    elif alike and mean(alike) < 0.5:
+        name, what = "tokens_misaligned", "Engine and trainer speak of different tokens"
+        cause = "log-probs or masks shifted against the responses, or text encoded again"
+        fix = "keep the sampled ids, their log-probs and the mask in step"
+    else:
+        name, what = "engine_differs", "Engine and trainer compute different probabilities for the same tokens"
+        cause = "a temperature, a dtype or an adjustment of the logits on one side only"
+        fix = "same rollout.temperature and model.dtype on both; or correct it with algorithm.rollout_correction"
+    yield Finding(name, "error", what, figures, cause, f"{fix}; {_REPLAY}")
+
+
+def untrained_tokens(evidence: Evidence) -> Iterator[Finding]:
+    share, last = evidence.series("training/trained_share"), evidence.series("training/last_token_trained")
+    if not share or max(share.values()) > 0.9999:
+        return
+    lengths = evidence.series(names.RESPONSE_LENGTH)
+    lost = (1 - mean(list(share.values()))) * mean(list(lengths.values()) or [0.0])  # tokens a response
+    if last and 1 - mean(list(last.values())) > 0.9 * lost:
+        name, what = "eos_not_trained", "The last tokens of responses do not train, so the policy does not learn to end"
+        cause = "a mask that leaves out the end token, as when it is compared with the padding"
+    else:
+        name, what, cause = "tokens_not_trained", "Sampled tokens are masked out", "a mask that is shifted or cut"
+    yield Finding(
+        name,
+        "error",
+        what,
+        f"{mean(list(share.values())):.1%} of the sampled tokens train"
+        + (f", {mean(list(last.values())):.1%} of the last ones" if last else ""),
+        cause,
+        "make masks from lengths, never from token ids",
+    )
+
+
+CHECKS = (
+    not_normalised,
+    scale,
+    reference_is_base,
+    reference_is_frozen,
+    kl_exploded,
+    kl_dominates,
+    learning_rate,
+    no_gradient,
+    weights_move,
+    clipped_away,
+    gradient_exploded,
+    clip_fraction,
+    ratio_one,
+    engine_mismatch,
+    untrained_tokens,
+)

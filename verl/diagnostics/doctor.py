@@ -1,0 +1,119 @@
+"""``verl doctor``: every check over all that is known of a run, before, during or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from verl.config import Config, build_config
+from verl.config.schema_supervised import schema_of
+from verl.diagnostics import checks_collapse, checks_data, checks_health, checks_machine, checks_reward, checks_update
+from verl.diagnostics.checks_machine import Machine
+from verl.diagnostics.evidence import SEVERITIES, Evidence, Finding
+from verl.diagnostics.reward_trial import try_known_answers
+from verl.errors import VerlError
+from verl.run_dir import EventRecord, RunDir, read_jsonl
+from verl.tracking.report_config import read_config
+from verl.tracking.samples import SampleRow, read_samples
+from verl.tracking.summary import read_metrics
+
+Check = Callable[[Evidence], Iterator[Finding]]
+SAMPLED_STEPS = 6  # read from a run: the first two and the last ones
+
+CHECKS: tuple[Check, ...] = (
+    checks_health.stopped,
+    checks_health.counters,
+    checks_health.not_finite,
+    checks_health.trouble,
+    *checks_reward.CHECKS,
+    *checks_update.CHECKS,
+    *checks_collapse.CHECKS,
+    *checks_data.CHECKS,
+    *checks_machine.CHECKS,
+)
+
+
+def examine(evidence: Evidence, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """All findings, the worst first."""
+    found = [finding for check in checks for finding in check(evidence)]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def warnings(run_dir: RunDir, steps: Sequence[dict[str, Any]], events: Sequence[EventRecord]) -> list[Finding]:
+    """What is wrong with a run by its folder alone; for its report."""
+    return [finding for finding in examine(of_folder(run_dir, steps, events)) if finding.severity != "note"]
+
+
+def of_run(run_dir: RunDir) -> Evidence:
+    """What a run's folder tells, and the machine while the run is under way on it."""
+    machine = Machine.here(run_dir.path) if run_dir.is_locked() else None
+    return of_folder(run_dir, read_metrics(run_dir)[0], run_dir.read_events(), machine)
+
+
+def of_folder(
+    run_dir: RunDir, steps: Sequence[dict[str, Any]], events: Sequence[EventRecord], machine: Machine | None = None
+) -> Evidence:
+    return Evidence(
+        config=_config_of(run_dir),
+        steps=steps,
+        events=events,
+        samples=_samples_of(run_dir),
+        skipped=[row for row in read_jsonl(run_dir.skipped)[0] if row.get("split") == "train"],
+        machine=machine,
+    )
+
+
+def _config_of(run_dir: RunDir) -> Config | None:
+    """None of a run of another kind, or where another version wrote what this one cannot read."""
+    tree = read_config(run_dir)[1]
+    if tree is None or schema_of(tree) is not None:
+        return None
+    try:
+        return build_config(tree)
+    except VerlError:
+        return None
+
+
+def _samples_of(run_dir: RunDir) -> dict[int, list[SampleRow]]:
+    steps = [step for step in run_dir.sample_steps() if step]
+    chosen = sorted({*steps[:2], *steps[2 - SAMPLED_STEPS :]})
+    found = {step: [row for row in read_samples(run_dir.samples(step))[0] if row.split == "train"] for step in chosen}
+    return {step: rows for step, rows in found.items() if rows}
+
+
+def of_config(config: Config) -> Evidence:
+    """What can be known before a run: data files, the reward on known answers, the machine.
+
+    ``config`` names models by folders or hub ids that can be loaded. Takes one or two passes over the data.
+
+    Raises:
+        VerlError: data, tokenizer or reward cannot be loaded, as ``verl train`` would say.
+    """
+    from verl.data.dataset import PromptDataset
+    from verl.data.inspection import inspect_files
+    from verl.models.loading import load_tokenizer
+
+    data, model = config.data, config.model
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+
+    def inspected(files: list[str]) -> Any:
+        return inspect_files(files, tokenizer, data.max_prompt_length, data.prompt_key, data.answer_key)
+
+    own_class = data.custom_cls.path is not None
+    found, overlap = None if own_class else inspected(data.train_files), 0
+    same = [file for file in data.val_files if file in data.train_files]
+    others = [file for file in data.val_files if file not in same]
+    if same and found is not None:
+        overlap = inspected(same).usable
+    if others and found is not None:
+        together = inspected([*data.train_files, *others])
+        overlap += together.duplicates - found.duplicates - inspected(others).duplicates
+    lenient = {"truncation": "right", "on_bad_row": "skip", "max_skipped_fraction": 1.0}
+    rows = PromptDataset.load(data.train_files, data.model_copy(update=lenient), tokenizer, 256).rows
+    return Evidence(
+        config=config,
+        data=found,
+        overlap=overlap,
+        trial=try_known_answers(config.reward, [rows[i] for i in range(len(rows))]),
+        machine=Machine.here(config.run_dir),
+    )
