@@ -60,6 +60,8 @@ PROGRAMS = {
     "attempt(os.execv, sys.executable, ['python', '-c', 'print(\"BREACH\")'])",
     "runs what it wrote": "open('x', 'w').write('#!/bin/sh\\necho BREACH')\nos.chmod('x', 0o755)\n"
     "attempt(os.execv, 'x', ['x'])",
+    "runs before all others": "attempt(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(50))\n"
+    "attempt(os.nice, -10)",
     # memory and time
     "memory in a list": "x = []\nwhile True: x.append(bytearray(10**7))",
     "memory at once": "x = [0] * 10**11",
@@ -67,6 +69,13 @@ PROGRAMS = {
     "shared memory": "import mmap\nattempt(mmap.mmap, -1, 2**40)",
     "System V memory": "attempt(lambda: fails(libc.shmget(0, 4096, 0o1600)))",
     "memory files": "attempt(os.memfd_create, 'x')",
+    "buffers of sockets": "x = []\nwhile True:\n    x.append(socket.socketpair())\n    x[-1][0].setblocking(False)\n"
+    "    try:\n        while True: x[-1][0].send(bytes(2**16))\n    except BlockingIOError: pass",
+    "buffers of pipes": "import fcntl\nx = []\nwhile True:\n"
+    "    x.append(os.pipe())\n    os.set_blocking(x[-1][1], False)\n"
+    "    try: fcntl.fcntl(x[-1][1], 1031, 2**20)\n    except OSError: pass\n"
+    "    try:\n        while True: os.write(x[-1][1], bytes(2**16))\n    except BlockingIOError: pass",
+    "a number's digits": "sys.set_int_max_str_digits(0)\nprint(len(str(10**10**7)))",
     "power": "print(len(str(9**9**9)))",
     "loop": "while True: pass",
     "sleep": "time.sleep(600)",
