@@ -77,12 +77,12 @@ def test_published_weights_are_used_where_they_are_and_give_the_trainers_bits(ti
             parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     trainer.publish(3)
     assert not trainer.compare(probe, worker.sample(probe)).exact  # the worker's are the old ones
-    worker.load_weights(3, exported(trainer._actor.policy.model))
+    worker.load_weights(3, exported(trainer._actor.policy.model.named_parameters()))
     pointers = [parameter.data_ptr() for parameter in worker._policy.model.parameters()]
     assert pointers == [parameter.data_ptr() for parameter in trainer._actor.policy.model.parameters()]
     assert trainer.compare(probe, worker.sample(probe)).exact
     after = bits(run(worker, requests(6)))
-    assert after == bits(trainer.generate(requests(6))) != before
+    assert after == bits(trainer.generate(requests(6), None)) != before
     assert after[0][2] == [3] * 12
 
 
@@ -109,7 +109,7 @@ def test_a_response_handed_back_goes_on_elsewhere_and_ends_as_if_undisturbed(tin
 def test_weights_of_another_model_are_refused(tiny_model_dir: Path) -> None:
     worker = RolloutWorker(config_of(tiny_model_dir), SPEC)
     worker.setup()
-    weights = dict(exported(worker._policy.model))
+    weights = dict(exported(worker._policy.model.named_parameters()))
     weights.pop(next(iter(weights)))
     with pytest.raises(EngineError, match="of another model"):
         worker.load_weights(1, weights)

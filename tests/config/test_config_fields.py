@@ -50,6 +50,8 @@ OTHER = {
     "model.trust_remote_code": ("true",),
     "model.enable_gradient_checkpointing": ("true",),
     "actor.world_size": ("2",),
+    "actor.strategy": ("fsdp",),
+    "actor.reshard_after_forward": ("false",),
     "actor.ppo_mini_batch_size": ("128",),
     "actor.ppo_micro_batch_size_per_gpu": ("8",),
     "actor.use_dynamic_bsz": ("true",),

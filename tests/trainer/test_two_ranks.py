@@ -25,19 +25,23 @@ def close(expected: Path, found: Path, last: int) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for each rank")
-def test_two_ranks_a_death_and_going_on_with_one(tmp_path: Path) -> None:
+def test_two_ranks_whole_then_sharded_a_death_and_going_on_with_one(tmp_path: Path) -> None:
     two, one = tmp_path / "two", tmp_path / "one"
-    long = ("trainer.total_training_steps=100000", "trainer.save_freq=2")
-    arguments = train(GRPO, two, *SHORT, *long, "cluster.backend=ray", "actor.world_size=2")
-    with verl_started(*arguments, log=tmp_path / "first") as command:
-        command.wait_until(reached(two, 3))
-        ranks = sorted(pid for pid, name in command.running().items() if name.startswith("ray::Worker"))
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
+    ranks = (*SHORT, "trainer.save_freq=2", "cluster.backend=ray", "actor.world_size=2")
+    with verl_started(*train(GRPO, two, *ranks, "trainer.total_training_steps=2"), log=tmp_path / "first") as command:
+        done = command.wait(90)
+    assert done.code == 0, done.err
+    arguments = train(GRPO, two, *ranks, "trainer.total_training_steps=100000", "actor.strategy=fsdp2")
+    with verl_started(*arguments, log=tmp_path / "second") as command:
+        command.wait_until(reached(two, 4))
+        workers = sorted(pid for pid, name in command.running().items() if name.startswith("ray::Worker"))
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
         started = time.monotonic()
         done = command.wait(30)
         assert time.monotonic() - started < 15  # the other rank hangs in a sum with the dead one; nobody waits for it
         command.wait_for_nothing_left()
+    assert "engine and trainer agree to the bit" in done.out
     assert done.code == 1 and "training rank" in done.err and "died during" in done.err, done.err
     reached_step = steps(two)[-1]
 

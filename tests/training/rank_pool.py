@@ -25,8 +25,11 @@ from verl.protocol import DataProto
 from verl.training.actor import Actor
 from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
+from verl.training.optimizer import MasterWeights
 from verl.training.parallel import ALONE, Ranks, join_ranks, leave_ranks
+from verl.training.parallel_sharded import ShardedWeights
 from verl.training.passes import Passes
+from verl.training.saving import load_trained, save_trained
 
 Outcome = tuple[dict[str, Tensor], dict[str, float]]
 TEMPERATURE = 0.7
@@ -38,13 +41,15 @@ class Member:
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self.folder, self.ranks = folder, ranks
-        self.models: dict[torch.dtype, Policies] = {}
+        self.models: dict[tuple[torch.dtype, str], Policies] = {}
 
-    def policies(self, dtype: torch.dtype, **changes: Any) -> Policies:
-        if dtype not in self.models:
-            self.models[dtype] = load(self.folder, dtype)
-        models = self.models[dtype]
-        ranks = Ranks(self.ranks.rank, self.ranks.size, **changes)
+    def policies(self, dtype: torch.dtype, strategy: str = "replicate", **changes: Any) -> Policies:
+        ranks = Ranks(self.ranks.rank, self.ranks.size, lockstep=strategy != "replicate", **changes)
+        if (dtype, strategy) not in self.models:
+            whole = strategy in ("replicate", "replicate in lockstep")
+            reshard = strategy != "fsdp2, layers kept"
+            self.models[dtype, strategy] = load(self.folder, dtype, ALONE if whole else ranks, reshard)
+        models = self.models[dtype, strategy]
         models.policy_weights.ranks = models.value_weights.ranks = ranks
         return models
 
@@ -58,7 +63,7 @@ class Member:
         column = actor.log_probs(batch).tensors["old_log_probs"]
         gradient = capture_gradients(actor.optimizer, models.policy_weights)
         metrics = actor.update(batch, count_denominators(batch.batch["response_mask"], FIXED_DIVISOR))
-        return gradient, floats(metrics), column
+        return whole(models.policy_weights, gradient), floats(metrics), column
 
     def critic(
         self, batch: DataProto, limits: Limits, mode: str, dtype: torch.dtype = torch.float64, **changes: Any
@@ -68,7 +73,14 @@ class Member:
         column = critic.values(batch).tensors["values"]
         gradient = capture_gradients(critic.optimizer, models.value_weights)
         metrics = critic.update(batch, count_denominators(batch.batch["response_mask"], FIXED_DIVISOR))
-        return gradient, floats(metrics), column
+        return whole(models.value_weights, gradient), floats(metrics), column
+
+
+def whole(weights: MasterWeights, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not isinstance(weights, ShardedWeights):
+        return gradient
+    assert all(len(weights.masters[name]) <= -(-len(g) // 2) for name, g in weights.whole())
+    return {name: weights.gather(name, part) for name, part in gradient.items()}
 
 
 def floats(metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -186,3 +198,21 @@ def no_memory(member: Member, rank: int) -> str:
 
     shape = Shape(prompt_lengths=[4], groups=[2], responses=[3, 2], seed=1)
     return Passes("actor", Limits(2, None, True), member.ranks, adapt=True)._adapted(make_batch(shape), run)
+
+
+def go_on(member: Member, strategy: str, source: Path | None, target: Path) -> dict[str, Tensor]:
+    """Take a checkpoint, or make a first step of actor and critic; save; the weights as an engine would get them."""
+    models = load(member.folder, torch.float32, Ranks(member.ranks.rank, member.ranks.size, strategy == "fsdp2"))
+    limits = Limits(None, 24, True)
+    actor = Actor(models.policy, ActorConfig(), limits, TEMPERATURE, models.policy_weights)
+    critic = Critic(models.value, CriticConfig(), limits, models.value_weights)
+    if source is None:
+        batch = make_batch(Shape(prompt_lengths=[4, 6], groups=[4, 2], responses=[5, 2, 7, 3, 6, 1], seed=4))
+        batch.meta_info["learning_rate"] = 1e-2
+        for role in (actor, critic):
+            role.update(batch, count_denominators(batch.batch["response_mask"], FIXED_DIVISOR))
+    for name, role in (("actor", actor), ("critic", critic)):
+        if source is not None:
+            load_trained(source / name, role.weights, role.optimizer)
+        save_trained(target / name, role.weights, role.optimizer)
+    return {name: tensor.clone() for name, tensor in models.policy_weights.whole()}

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from verl.config.schema_data import Fp16Config
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm
 from verl.models.policy import PolicyModel, ValueModel
 from verl.protocol import DataProto
 from verl.training.optimizer import MasterWeights, Optimizer
+from verl.training.parallel import ALONE, Ranks
+from verl.training.parallel_sharded import master_weights
 
 FLOAT_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "values", "returns")
 
@@ -37,7 +40,8 @@ class WideNorm(LlamaRMSNorm):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-def load(folder: Path, dtype: torch.dtype) -> Policies:
+def load(folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, reshard: bool = True) -> Policies:
+    """Sharded where the ranks go in lockstep."""
     policy = PolicyModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME))
     value = ValueModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME)).to(dtype)
     for module in (*policy.modules(), *value.modules()):
@@ -45,7 +49,8 @@ def load(folder: Path, dtype: torch.dtype) -> Policies:
             module.__class__ = WideNorm
     generator = torch.Generator().manual_seed(5)
     nn.init.normal_(value.value_head.weight, std=0.3, generator=generator)  # from zero nothing reaches the backbone
-    return Policies(policy, MasterWeights(policy.model, dtype), value, MasterWeights(value, dtype))
+    settings = dtype, Fp16Config(), ranks, torch.device("cpu"), reshard
+    return Policies(policy, master_weights(policy, *settings), value, master_weights(value, *settings))
 
 
 @dataclass

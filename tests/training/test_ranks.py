@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import Member, Outcome, Pool, one_rank, started_pool
+from rank_pool import Member, Outcome, Pool, go_on, one_rank, started_pool
 from step_cases import Shape, distance, make_batch
 from test_split_law import MODES, WHOLE, actor_config, shapes
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from verl.algorithms.metric import reduce_metrics
 from verl.config import ActorConfig
 from verl.errors import OutOfMemoryError, RanksLostError
+from verl.protocol.files import read_safetensors
 from verl.training.micro_batches import Limits
 
 
@@ -44,6 +45,9 @@ def outcome(answer: tuple[dict[str, Tensor], dict[str, Any], Tensor]) -> tuple[O
     return (answer[0], reduce_metrics(answer[1])), answer[2]
 
 
+STRATEGIES = ["replicate", "replicate in lockstep", "fsdp2", "fsdp2, layers kept"]
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Shape, Limits, list[int], dict[str, bool]]:
     shape = draw(shapes())
@@ -52,7 +56,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, Limits, list[int], dict[str, bool]]:
     rows = draw(st.none() | st.integers(1, len(tokens)))
     most = draw(st.integers(max(tokens), sum(tokens) + 1)) if rows is None else None
     order = draw(st.permutations(range(len(tokens))))
-    settings = {"lockstep": draw(st.booleans()), "balance": draw(st.booleans())}
+    settings = {"strategy": draw(st.sampled_from(STRATEGIES)), "balance": draw(st.booleans())}
     return shape, Limits(rows, most, draw(st.booleans())), order, settings
 
 
@@ -61,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, Limits, list[int], dict[str, bool]]:
 @given(case=cases(), mode=st.sampled_from(MODES))
 def test_law_2_ranks(pools: dict[int, Pool], alone: Member, size: int, case: Any, mode: str) -> None:
     """Gradients, metrics and columns of 2 and 3 ranks are those of one, over lengths, groups, limits, with rows spread
-    by tokens or in order, with and without idle micro-batches."""
+    by tokens or in order, with and without idle micro-batches, with whole and with sharded weights."""
     shape, limits, order, changes = case
     batch = make_batch(shape)
     for call, setting in (("actor", actor_config(mode)), ("critic", mode)):
@@ -75,16 +79,44 @@ SHAPE = Shape(prompt_lengths=[4, 6, 3], groups=[4, 2, 3], responses=[5, 2, 7, 3,
 ORDER = list(range(9))
 
 
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_law_2_ranks_float32_and_statistics_of_all(pools: dict[int, Pool], alone: Member, size: int) -> None:
+def test_law_2_ranks_float32_and_statistics_of_all(
+    pools: dict[int, Pool], alone: Member, size: int, strategy: str
+) -> None:
     """In float32 too; and a loss that needs statistics of the whole mini-batch gets those of all ranks."""
     whole, _ = outcome(alone.actor(make_batch(SHAPE), WHOLE, actor_config("token-mean"), torch.float32))
     limits = Limits(None, 24, True)
-    found, _ = pools[size].ask("actor", SHAPE, ORDER, limits, actor_config("token-mean"), torch.float32)
+    settings = {"strategy": strategy}
+    found, _ = pools[size].ask("actor", SHAPE, ORDER, limits, actor_config("token-mean"), torch.float32, **settings)
     assert_same(whole, found, 1e-4)
     config = ActorConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.3})
     whole, _ = outcome(alone.actor(make_batch(SHAPE), WHOLE, config))
-    assert_same(whole, pools[size].ask("actor", SHAPE, ORDER, limits, config)[0], 1e-10)
+    assert_same(whole, pools[size].ask("actor", SHAPE, ORDER, limits, config, **settings)[0], 1e-10)
+
+
+def test_law_4_a_checkpoint_goes_on_with_any_ranks_and_strategy(
+    pools: dict[int, Pool], alone: Member, tmp_path: Path
+) -> None:
+    """Written by two ranks, each its share; what others make of it and write again is the same, byte for byte."""
+    first, whole = tmp_path / "first", tmp_path / "whole"
+    engines = pools[2].each("go_on", "fsdp2", None, first)
+    files = [path.relative_to(first) for path in sorted(first.rglob("*.safetensors"))]
+    assert len(files) == 4
+    saved, _ = read_safetensors(first / "actor" / "model.safetensors")
+    for engine in engines:
+        assert engine.keys() == saved.keys() and all(torch.equal(engine[name], saved[name]) for name in saved)
+    go_on(alone, "replicate", None, whole)
+    expected, _ = read_safetensors(whole / "actor" / "optimizer.safetensors")
+    found, _ = read_safetensors(first / "actor" / "optimizer.safetensors")
+    assert distance(expected, found) <= 1e-4
+    pools[3].each("go_on", "fsdp2", first, tmp_path / "three")
+    pools[2].each("go_on", "replicate", tmp_path / "three", tmp_path / "two")
+    go_on(alone, "replicate", tmp_path / "two", tmp_path / "one")
+    pools[2].each("go_on", "fsdp2", tmp_path / "one", tmp_path / "again")
+    for path in files:
+        for folder in ("three", "two", "one", "again"):
+            assert (tmp_path / folder / path).read_bytes() == (first / path).read_bytes(), (folder, path)
 
 
 def test_ranks_that_differ_are_found(pools: dict[int, Pool]) -> None:

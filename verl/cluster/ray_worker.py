@@ -74,15 +74,15 @@ class RayWorkers:
 
     def exported_weights(self) -> Any:
         """A reference to the actor's weights, which lie in the object store then; see :class:`RolloutPool`."""
-        reference = self._actors[0].exported_weights.remote()
-        ray.wait([reference], fetch_local=False)
-        return reference
+        references = [actor.exported_weights.remote() for actor in self._actors]
+        ray.wait(references, num_returns=len(references), fetch_local=False)
+        return references[0]
 
     def parity_probe(self) -> list[Request]:
         return self._answers("parity_probe", [self._actors[0].parity_probe.remote()])[0]
 
     def compare(self, requests: list[Request], results: list[Result]) -> ParityReport:
-        return self._answers("compare", [self._actors[0].compare.remote(requests, results)])[0]
+        return self._answers("compare", [actor.compare.remote(requests, results) for actor in self._actors])[0]
 
     def peak_memory_gb(self) -> float:
         """Of the rank that had the most."""

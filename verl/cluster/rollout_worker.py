@@ -5,14 +5,14 @@ from __future__ import annotations
 import resource
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl.config import Config
 from verl.errors import EngineError
@@ -101,9 +101,9 @@ class RolloutWorker:
         self._engine.load_weights(version)
 
 
-def exported(model: nn.Module) -> Weights:
+def exported(named: Iterable[tuple[str, Tensor]]) -> Weights:
     """A model's parameters for other processes, each once; not copied where they are in the machine's memory."""
-    return {name: (str(p.dtype).removeprefix("torch."), _array(p.detach())) for name, p in model.named_parameters()}
+    return {name: (str(p.dtype).removeprefix("torch."), _array(p.detach())) for name, p in named}
 
 
 def _array(tensor: Tensor) -> NDArray[np.generic]:

@@ -38,6 +38,7 @@ from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
 from verl.training.optimizer import MasterWeights, Optimizer
 from verl.training.parallel import Ranks, join_ranks
+from verl.training.parallel_sharded import master_weights
 from verl.training.passes import Passes
 from verl.training.reference import Reference
 from verl.training.reward_model import load_reward_model
@@ -60,7 +61,9 @@ class Worker:
         self, config: Config, reward: Callable[..., Any] | None = None, rank: int = 0, meeting: str = ""
     ) -> None:
         self._config, self._reward, self._meeting = config, reward, meeting
-        self._ranks = Ranks(rank, config.ranks or 1, balance=config.trainer.balance_batch)
+        size = config.ranks or 1
+        sharded = size > 1 and config.actor.strategy == "fsdp2"
+        self._ranks = Ranks(rank, size, sharded, config.trainer.balance_batch)
         self._scorer: RuleScorer | None = None
 
     def setup(self) -> ParityReport:
@@ -87,7 +90,9 @@ class Worker:
             config.model.tokenizer_path or config.model.path, config.model.trust_remote_code
         )
         self._engine = EmbeddedEngine(
-            policy,
+            PolicyModel(self._load(config.model.path, dtype, device)).requires_grad_(False)
+            if weights.sharded
+            else policy,
             self._tokenizer,
             EngineLimits.of_run(config.rollout, config.data, self._ranks.size),
             stop_ids(config.model.path, self._tokenizer),
@@ -101,9 +106,8 @@ class Worker:
         return self.compare(requests, self.generate(requests, None))
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
-        model = self._load(self._config.model.path, torch.float32, device)
-        weights = MasterWeights(model, dtype, fp16=self._config.model.fp16, ranks=self._ranks)
-        return PolicyModel(model), weights
+        policy = PolicyModel(self._load_trained(self._config.model.path, device))
+        return policy, self._master_weights(policy, dtype, device)
 
     def _load_reference(self, dtype: torch.dtype, device: torch.device, actor_limits: Limits) -> Reference:
         rows, tokens = self._config.reference_batch()
@@ -116,12 +120,22 @@ class Worker:
         config = self._config
         path = config.critic_model_path
         load = load_classifier if is_classifier(path) else load_causal_lm
-        model = ValueModel(self._load(path, torch.float32, device, load))
-        weights = MasterWeights(
-            model, dtype, lambda name: not name.startswith("value_head"), config.model.fp16, self._ranks
-        )
+        model = ValueModel(self._load_trained(path, device, load))
+        weights = self._master_weights(model, dtype, device)
         limits = limits_of(config.critic_batch(1), config)
         return Critic(model, config.critic, limits, weights, config.actor.auto_micro_batch)
+
+    def _master_weights(
+        self, role: PolicyModel | ValueModel, dtype: torch.dtype, device: torch.device
+    ) -> MasterWeights:
+        config = self._config
+        return master_weights(role, dtype, config.model.fp16, self._ranks, device, config.actor.reshard_after_forward)
+
+    def _load_trained(
+        self, path: str, device: torch.device, load: Callable[..., PreTrainedModel] = load_causal_lm
+    ) -> PreTrainedModel:
+        """In float32; where the ranks will share it out, in main memory first."""
+        return self._load(path, torch.float32, torch.device("cpu") if self._ranks.lockstep else device, load)
 
     def _load(
         self, path: str, dtype: torch.dtype, device: torch.device, load: Callable[..., PreTrainedModel] = load_causal_lm
@@ -142,15 +156,18 @@ class Worker:
         return generate(self._engine, requests, scoring.finished)
 
     def publish(self, version: int) -> None:
-        """The actor's weights are the engine's own tensors: caches are dropped and the version is noted."""
-        self._engine.load_weights(version)
+        """The engine's caches are dropped, the version is noted. Its weights are the actor's own tensors; where those
+        are sharded, a copy that is brought up to date here."""
+        self._engine.load_weights(version, self._actor.weights.whole())
 
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
 
     def exported_weights(self) -> Weights:
-        """The actor's, for rollout workers."""
-        return exported(self._actor.policy.model)
+        """The actor's, for rollout workers; from the first rank."""
+        actor, first = self._actor, self._ranks.rank == 0
+        named = actor.weights.whole() if actor.weights.sharded else actor.policy.model.named_parameters()
+        return exported((name, tensor) for name, tensor in named if first)
 
     def parity_probe(self) -> list[Request]:
         """What rollout workers sample so that :meth:`compare` can tell whether they agree with the trainer."""
@@ -205,13 +222,13 @@ class Worker:
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Write ``actor/`` and, with a critic, ``critic/`` into a checkpoint folder being made; the first rank does."""
+        """Write ``actor/`` and, with a critic, ``critic/`` into a checkpoint folder being made: the first rank does,
+        or every rank its share."""
         self._require_same_weights()
-        if self._ranks.rank > 0:
-            return
         for name, weights, optimizer in self._trained():
             save_trained(Path(folder) / name, weights, optimizer)
-        save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
+        if self._ranks.rank == 0:
+            save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
 
     def load(self, folder: str) -> None:
         """Take what :meth:`save` wrote."""
@@ -219,7 +236,7 @@ class Worker:
             load_trained(Path(folder) / name, weights, optimizer)
 
     def _require_same_weights(self) -> None:
-        for name, weights, _ in self._trained():
+        for name, weights, _ in self._trained() if not self._ranks.lockstep else ():
             self._ranks.require_same(weights.masters, f"the {name}'s weights")
 
     def _trained(self) -> list[tuple[str, MasterWeights, Optimizer]]:

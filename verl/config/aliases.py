@@ -33,6 +33,7 @@ ALIASES = {
     "training.fp16.initial_scale_power": "model.fp16.initial_scale_power",
     "training.fp16.loss_scale_window": "model.fp16.loss_scale_window",
     "nccl_timeout": "cluster.collective_timeout",
+    "actor.fsdp_config.reshard_after_forward": "actor.reshard_after_forward",
     "data.tokenizer": "model.tokenizer_path",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_last",
     **{f"{role}.optim.warmup_style": f"{role}.optim.lr_scheduler_type" for role in ("actor", "critic")},
@@ -50,6 +51,9 @@ GLOBAL_MICRO_BATCH = {
 
 OTHER_ENGINES = ("vllm", "sglang", "hf", "trtllm")
 """Values of rollout.name that other systems know; the embedded engine takes their place."""
+
+OTHER_STRATEGIES = ("megatron", "veomni", "torchtitan", "automodel")
+"""Values of actor.strategy that other systems know; fsdp2 takes their place."""
 
 OTHER_LOGGERS = ("vemlp_wandb", "clearml", "file", "rl_logging_board")
 """Entries of trainer.logger that other systems know and that are set aside."""
@@ -96,6 +100,7 @@ def canonical(key: str) -> str:
 VERL_DEFAULTS = {
     "data.drop_last": "always drops it",
     "model.enable_gradient_checkpointing": "true",
+    "actor.strategy": "fsdp",
     "actor.use_dynamic_bsz": "false",
     "actor.clip_ratio": "0.2, but it changes nothing there: clip_ratio_low and clip_ratio_high have defaults that win",
     "actor.optim.decay_norms_and_biases": "true, without such a key",

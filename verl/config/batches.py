@@ -164,6 +164,12 @@ def _world_size_problems(config: Config) -> Iterator[Problem]:
             "keep one of them",
         )
     many = {role: ranks(config, role) for role in TRAINED}
+    if set(many.values()) != {1} and config.actor.strategy == "fsdp2" and config.actor.auto_micro_batch:
+        yield Problem(
+            "actor.auto_micro_batch cannot start a pass over whose layers are gathered from all ranks",
+            "actor.strategy=fsdp2",
+            "set actor.auto_micro_batch=false and lower actor.ppo_max_token_len_per_gpu, or actor.strategy=replicate",
+        )
     if cluster.backend == "inline" and max(number or 1 for number in many.values()) > 1:
         yield Problem(
             "cluster.backend=inline is one process, and more are asked for",

@@ -31,9 +31,10 @@ class NotYet:
 
 
 NO_MEANING = (
-    NoMeaning("VeRL places and shards weights and optimizer itself, without Megatron's or FSDP's settings", (
+    NoMeaning("how weights and optimizer are shared out is said by actor.strategy alone", (
         "*.megatron.*", "*.optim.override_optimizer_config.*", "*.fsdp_config.*",
-        "*.veomni.*", "*.torchtitan.*", "*.automodel.*", "*.strategy", "*.fsdp_size",
+        "*.veomni.*", "*.torchtitan.*", "*.automodel.*", "critic.strategy", "ref.strategy",
+        "reward*.strategy", "*.fsdp_size",
         "*.ulysses_sequence_parallel_size", "model_engine", "actor.load_weight", "actor.fsdp_size",
         "*.nccl_timeout", "hybrid_engine",
     )),

@@ -10,6 +10,7 @@ from verl.config.base import FieldProblem, Number, Prompts, Responses, Section, 
 from verl.config.names import did_you_mean
 from verl.config.schema_losses import ClipScheduleConfig, PolicyLossConfig, ScheduleConfig
 
+_STRATEGIES = {"fsdp": "fsdp2"}
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 
@@ -90,6 +91,17 @@ class ActorConfig(Section):
         description="Processes that train together, of actor, critic and reference alike; null: one for each GPU of "
         "trainer.nnodes x trainer.n_gpus_per_node, one on a CPU.",
         json_schema_extra=acts("start: the workers"),
+    )
+    strategy: Literal["replicate", "fsdp2"] = Field(
+        "replicate",
+        description="What each of several ranks holds of actor and critic: all, or its share of weights, gradients and "
+        "optimizer state (fsdp2, with layers gathered while they compute).",
+        json_schema_extra=acts("start: the workers"),
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="With fsdp2: layers are given up after the forward pass and gathered again for the backward pass; "
+        "false: kept until then, for fewer exchanges and more memory.",
     )
     ppo_mini_batch_size: Prompts = Field(
         256, ge=1, description="Prompts in one optimizer step (all ranks together); divides data.train_batch_size."
@@ -172,6 +184,11 @@ class ActorConfig(Section):
         description="Pass that recomputes old log-probs with the trainer; auto: only where the engine's are not exact.",
         json_schema_extra=acts("process: old log-probs"),
     )
+
+    @field_validator("strategy", mode="before")
+    @classmethod
+    def _strategy_names(cls, value: Any) -> Any:
+        return _STRATEGIES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("prefix_sharing", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from verl.config.aliases import GLOBAL_MICRO_BATCH, OTHER_ENGINES, OTHER_LOGGERS, alias_sections
+from verl.config.aliases import GLOBAL_MICRO_BATCH, OTHER_ENGINES, OTHER_LOGGERS, OTHER_STRATEGIES, alias_sections
 from verl.config.foreign import folded, foreign_sections, is_harmless, no_meaning, not_yet
 from verl.config.keys import free_dict_of, leaves, sections
 from verl.config.overrides import OPEN, Setting
@@ -91,7 +91,7 @@ def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[
         ConfigError: a global micro-batch size does not divide over the ranks, or their number is not known.
     """
     values = dict(values)
-    notices = [*_engine(values), *_loggers(values)]
+    notices = [*_engine(values), *_strategy(values), *_loggers(values)]
     problems = []
     for old, new in GLOBAL_MICRO_BATCH.items():
         size = values.pop(old, None)
@@ -117,6 +117,13 @@ def _engine(values: dict[str, Any]) -> Iterator[str]:
     if isinstance(engine, str) and engine.lower() in OTHER_ENGINES:
         values["rollout.name"] = "embedded"
         yield f"rollout.name={engine}: the embedded engine takes its place; it is the only one so far"
+
+
+def _strategy(values: dict[str, Any]) -> Iterator[str]:
+    strategy = values.get("actor.strategy")
+    if isinstance(strategy, str) and strategy.lower() in OTHER_STRATEGIES:
+        values["actor.strategy"] = "fsdp2"
+        yield f"actor.strategy={strategy}: fsdp2 takes its place, which shards weights over the ranks as well"
 
 
 def _loggers(values: dict[str, Any]) -> Iterator[str]:

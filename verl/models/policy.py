@@ -52,7 +52,7 @@ class PolicyModel(nn.Module):
             ModelError: packed attention is not what this model needs.
         """
         assert self.key_shape
-        return _follow_row_rule(self.model)
+        return follow_row_rule(self.model)
 
     def forward(
         self, packed: PackedBatch, temperature: float, reference: PolicyModel | None = None
@@ -119,18 +119,19 @@ class ValueModel(nn.Module):
     def rows(self) -> RowRule:
         """See :attr:`PolicyModel.rows`."""
         check_support(self.backbone)
-        return _follow_row_rule(self.backbone)
+        return follow_row_rule(self.backbone)
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Values (M,) of the response tokens, in the value head's dtype."""
         packed = packed.filled(self.rows.multiple)
         hidden = decoder_states(self.backbone, packed.input_ids, packed.position_ids, PackedContext(packed))
         predictors = hidden.index_select(0, packed.response_index)
-        return self.value_head(predictors.to(self.value_head.weight.dtype))[:, 0]
+        return self.value_head(predictors.to(self.value_head.weight.dtype)).sum(1)  # of one column; FSDP likes no views
 
 
-def _follow_row_rule(model: PreTrainedModel) -> RowRule:
-    rule = choose_row_rule(model)
+def follow_row_rule(model: PreTrainedModel, dtype: torch.dtype | None = None) -> RowRule:
+    """See :func:`choose_row_rule`; the model follows it from then on."""
+    rule = choose_row_rule(model, dtype)
     apply_row_rule(model, rule)
     return rule
 

@@ -69,9 +69,18 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -
     return _BlockedLinear.apply(x, weight, bias, rule.block, packed)  # type: ignore[no-any-return]
 
 
+def _holder(weight: Tensor) -> Tensor:
+    return weight._base if weight._base is not None else weight  # of a transposed parameter: the parameter
+
+
+def forget_packed(weight: Tensor) -> None:
+    """Drop the weight in oneDNN's layout: of a weight that is whole only while it computes."""
+    vars(_holder(weight)).pop("_verl_packed", None)
+
+
 def _packed_weight(weight: Tensor) -> Tensor:
     """The weight in oneDNN's layout, kept beside the parameter until its values or its memory change."""
-    holder = weight._base if weight._base is not None else weight  # of a transposed parameter: the parameter
+    holder = _holder(weight)
     stamp = (weight.data_ptr(), weight._version, weight.shape)
     kept = getattr(holder, "_verl_packed", None)
     if kept is None or kept[0] != stamp:
@@ -132,10 +141,13 @@ def apply_row_rule(model: nn.Module, rule: RowRule) -> None:
 
 
 @torch.no_grad()
-def choose_row_rule(model: nn.Module) -> RowRule:
+def choose_row_rule(model: nn.Module, dtype: torch.dtype | None = None) -> RowRule:
     """The cheapest rule under which the rows of every linear shape of this model keep their bits on this machine.
 
     On devices other than the CPU nothing is probed: parity is then claimed within a tolerance only.
+
+    Args:
+        dtype: that the layers will compute in; None: that of their weights.
     """
     weights = {
         tuple(m.weight.shape if isinstance(m, nn.Linear) else m.weight.shape[::-1]): (
@@ -146,6 +158,7 @@ def choose_row_rule(model: nn.Module) -> RowRule:
     }
     if any(weight.device.type != "cpu" for weight in weights.values()):
         return ALL_ROWS
+    weights = {shape: weight.to(dtype or weight.dtype) for shape, weight in weights.items()}
     generator = torch.Generator().manual_seed(0)
     for rule in (PACKED, ALL_ROWS, IN_BLOCKS):
         if rule.packed and not _can_pack(weights.values()):

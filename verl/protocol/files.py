@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -131,6 +132,31 @@ def write_safetensors_lazily(
     return FileRecord(written, value)
 
 
+def write_safetensors_share(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, tuple[int, torch.Tensor]]
+) -> None:
+    """One process's part of a safetensors file that several write at once, each its own rows of every tensor.
+
+    The file is complete when all have returned; that is for the caller to know, and to sync.
+
+    Args:
+        shapes: of the whole tensors, the same in every process.
+        rows: the first row and the rows, by name, of the same names and dtypes in every process.
+
+    Raises:
+        OSError, DataError: as ``write_safetensors``.
+    """
+    header, order = _header({name: (rows[name][1].dtype, shapes[name]) for name in shapes}, {"format": "pt"})
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+        file.write(header)
+        offset = len(header)
+        for name in order:
+            first, tensor = rows[name]
+            file.seek(offset + first * math.prod(shapes[name][1:]) * tensor.element_size())
+            file.write(array_over(name, tensor).reshape(-1).view(np.uint8).data)
+            offset += math.prod(shapes[name]) * tensor.element_size()
+
+
 def _blocks(header: bytes, order: list[str], produce: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
     yield memoryview(header)
     for name in order:
@@ -159,22 +185,32 @@ def _header(
     return len(text).to_bytes(8, "little") + text, order
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_safetensors(
+    path: Path, rows: Callable[[str, list[int]], slice] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """All tensors and the metadata of a safetensors file.
+
+    Args:
+        rows: of a tensor of this name and shape (of one dimension and more), which to read; None: all.
 
     Raises:
         DataError: the file is missing, cut or no safetensors file; it is named.
     """
     try:
         with safe_open(str(path), framework="pt") as file:
-            names = file.keys()
-            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+            return {name: _read(file, name, rows) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except FileNotFoundError:
         raise DataError("there is no such file", str(path)) from None
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise DataError(
             f"not a safetensors file, or a damaged one: {error}", str(path), "write it again from its source"
         ) from error
+
+
+def _read(file: Any, name: str, rows: Callable[[str, list[int]], slice] | None) -> torch.Tensor:
+    part = file.get_slice(name)
+    shape = part.get_shape()
+    return file.get_tensor(name) if rows is None or not shape else part[rows(name, shape)]
 
 
 def write_tree(path: Path, tree: Tree) -> None:

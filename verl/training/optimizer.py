@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,10 @@ class MasterWeights:
 
     Attributes:
         scale: of the loss; None where it needs none.
+        shapes: of the whole masters.
     """
+
+    sharded = False  # each rank holds a part of every master only
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class MasterWeights:
             parameter.register_post_accumulate_grad_hook(_gradient_mover(master))
             self.masters[name] = master
             self._copies.append((parameter, master))
+        self.shapes = {name: master.shape for name, master in self.masters.items()}
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -107,9 +111,30 @@ class MasterWeights:
         return gradients
 
     def watched(self) -> Tensor:
-        """A copy of up to 16 numbers of each parameter, spread over it."""
-        flat = (master.detach().reshape(-1) for master in self.masters.values())
-        return torch.cat([values[:: max(1, -(-values.numel() // WATCHED))] for values in flat])
+        """A copy of up to 16 numbers of each whole parameter, spread over it; those of this rank."""
+        found = []
+        for name, master in self.masters.items():
+            shape = self.shapes[name]
+            every = max(1, -(-shape.numel() // WATCHED))
+            before = (self.rows(shape).start or 0) * shape[1:].numel()  # of other ranks
+            found.append(master.detach().reshape(-1)[-before % every :: every])
+        return torch.cat(found)
+
+    def before_backward(self, last: bool) -> None:
+        """Told of every backward pass, and which one is the last of the optimizer step."""
+
+    def total(self, sums: list[float]) -> list[float]:
+        """Sums over whole parameters or gradients, from those over what this rank has of them."""
+        return sums
+
+    def whole(self) -> Iterable[tuple[str, Tensor]]:
+        """The parameters as the model computes with them, by name, one at a time, for an engine with a copy of its
+        own; nothing where it can compute with the model's own."""
+        return ()
+
+    def rows(self, shape: Sequence[int]) -> slice:
+        """Which rows of a whole master this rank holds."""
+        return slice(None)
 
     def clear_gradients(self) -> None:
         for parameter in [*self.masters.values(), *(parameter for parameter, _ in self._copies)]:
@@ -152,8 +177,13 @@ class Optimizer:
             [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch's addend to the loss, times the loss scale."""
+    def backward(self, loss: Tensor, last: bool = True) -> None:
+        """Add the gradient of one micro-batch's addend to the loss, times the loss scale.
+
+        Args:
+            last: of the optimizer step.
+        """
+        self._weights.before_backward(last)
         scale = self._weights.scale
         (loss if scale is None else loss * scale.value).backward()
 
@@ -191,7 +221,8 @@ class Optimizer:
         if scale is not None:
             metrics[f"{self._name}/loss_scale"] = Metric(scale.value, 1.0, "mean")
         if not finite and self._config.on_nonfinite == "stop" and not (scale is not None and scale.can_shrink):
-            raise _not_finite(self._name, named)
+            odd = self._weights.total([float(not bool(torch.isfinite(g).all())) for g in named.values()])
+            raise _not_finite(self._name, next(key for key, found in zip(named, odd, strict=True) if found))
         if finite and norm > 0:
             before = self._weights.watched()
             # One product: a loss scale that is a power of two takes nothing from the bits of the gradient.
@@ -201,8 +232,9 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
             self._adamw.step()
-            moved = (self._weights.watched() != before).double().mean()
-            metrics[f"{self._name}/weights_moved"] = Metric(float(moved), 1.0, "mean")
+            moved = self._weights.watched() != before
+            moved_share = self._weights.total([float(moved.sum()), float(moved.numel())])
+            metrics[f"{self._name}/weights_moved"] = Metric(*moved_share, "mean")
             self._weights.publish()
         if scale is not None and norm != 0:
             scale.update(finite)
@@ -215,7 +247,7 @@ class Optimizer:
         norms = torch.stack(torch._foreach_norm(list(named.values()))).double() if named else torch.zeros(0)
         for (name, gradient), norm in zip(named.items(), (norms * unscale).tolist(), strict=True):
             squares[part_of(name, gradient.dim())] += norm * norm
-        return squares
+        return dict(zip(squares, self._weights.total(list(squares.values())), strict=True))
 
     def clear(self) -> None:
         self._weights.clear_gradients()
@@ -267,8 +299,7 @@ def part_of(name: str, dimensions: int) -> str:
     return "head" if "head." in name else "mlp"
 
 
-def _not_finite(name: str, named: dict[str, Tensor]) -> VerlError:
-    odd = next(key for key, gradient in named.items() if not bool(torch.isfinite(gradient).all()))
+def _not_finite(name: str, odd: str) -> VerlError:
     section, whose = (
         ("optim", "model") if name == "train" else (f"{name}.optim", name)
     )  # supervised: there is one model

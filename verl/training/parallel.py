@@ -22,6 +22,7 @@ from verl.errors import RanksLostError, VerlError
 
 BUCKET_ELEMENTS = 2**23  # of one all-reduce, unless a tensor alone is larger
 IN_FLIGHT = 4
+_SAID_OF_OTHERS = ("gloo", "NCCL", "Wait timeout")  # in errors that have no class of their own
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Ranks:
         """
         if self.size == 1 or not tensors:
             return
-        with self._waiting_for(what):
+        with self.waiting_for(what):
             under_way: list[tuple[list[Tensor], Tensor, dist.Work]] = []
             for bucket in _buckets(tensors):
                 if len(under_way) == IN_FLIGHT:
@@ -88,10 +89,13 @@ class Ranks:
             raise error
 
     @contextmanager
-    def _waiting_for(self, what: str) -> Iterator[None]:
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Raises RanksLostError for what gloo and NCCL raise, for a connection lost and for a time limit alike."""
         try:
             yield
-        except RuntimeError as error:  # what gloo and NCCL raise for a connection lost and for a time limit alike
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not any(said in str(error) for said in _SAID_OF_OTHERS):
+                raise
             raise RanksLostError(
                 f"training rank {self.rank} waited in vain for the others: {what}",
                 str(error).strip().splitlines()[0],
@@ -114,7 +118,7 @@ def join_ranks(ranks: Ranks, rendezvous: str, seconds: float, device: torch.devi
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     Path(rendezvous).parent.mkdir(mode=0o700, exist_ok=True)
-    with ranks._waiting_for("all ranks to start"):
+    with ranks.waiting_for("all ranks to start"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.FileStore(rendezvous, ranks.size),

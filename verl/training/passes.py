@@ -83,11 +83,12 @@ class Passes:
             optimizer.clear()
             parts = []
             for rows, backward in zip(kinds, (True, False), strict=True):
-                for part in micro_batches(batch, self.limits, device, columns, self.ranks, rows) if rows else ():
+                cut = micro_batches(batch, self.limits, device, columns, self.ranks, rows) if rows else iter(())
+                for part, last in with_last(cut):
                     with self._watched(part), torch.set_grad_enabled(backward):
                         loss, metrics = loss_of(part)
                         if backward:
-                            optimizer.backward(loss)
+                            optimizer.backward(loss, last)
                         elif not bool(torch.isfinite(loss)):
                             optimizer.spoil()  # broken weights or columns: the step must not pass for a good one
                     parts.append(metrics)
@@ -99,12 +100,15 @@ class Passes:
 
     def _adapted(self, batch: DataProto, run: Callable[[], T]) -> T:
         """Run to the end on all ranks; again with smaller micro-batches where the memory of one does not suffice."""
+        what = f"a pass of the {self.role}"  # whose layers are gathered from all ranks where they are sharded
         if not self.adapt:
-            return run()
+            with self.ranks.waiting_for(what):
+                return run()
         while True:
             failure: OutOfMemoryError | None = None
             try:
-                result = run()
+                with self.ranks.waiting_for(what):
+                    result = run()
             except OutOfMemoryError as error:
                 failure = error.with_traceback(None)  # its frames hold the tensors that are to make room
                 failure.__cause__ = failure.__context__ = None
@@ -123,6 +127,14 @@ class Passes:
         knob, value = (names[0], self.limits.rows) if self.limits.tokens is None else (names[1], self.limits.tokens)
         lower = f"lower {knob} (now {value})" + (f" or log_prob_{knob[10:]} of ref" if role != self.role else "")
         return watched(part, f"the {self.role}", f"{lower}, set actor.auto_micro_batch=true")
+
+
+def with_last(parts: Iterator[T]) -> Iterator[tuple[T, bool]]:
+    """Each, and whether it is the last."""
+    ahead = next(parts, None)
+    while (part := ahead) is not None:
+        ahead = next(parts, None)
+        yield part, ahead is None
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""Weights, gradients and optimizer state spread over the ranks (FSDP2), for models that do not fit on every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from verl.config.schema_data import Fp16Config
+from verl.models.policy import PolicyModel, ValueModel, follow_row_rule
+from verl.models.rows import forget_packed
+from verl.models.support import check_support
+from verl.training.optimizer import MasterWeights
+from verl.training.parallel import Ranks
+
+
+def master_weights(
+    role: PolicyModel | ValueModel,
+    compute_dtype: torch.dtype,
+    fp16: Fp16Config,
+    ranks: Ranks,
+    device: torch.device,
+    reshard: bool = True,
+) -> MasterWeights:
+    """Those of a model loaded in float32; sharded where the ranks go in lockstep (``actor.strategy=fsdp2``)."""
+    if ranks.lockstep:
+        return ShardedWeights(role, compute_dtype, fp16, ranks, device, reshard)
+    if isinstance(role, PolicyModel):
+        return MasterWeights(role.model, compute_dtype, None, fp16, ranks)
+    return MasterWeights(role, compute_dtype, lambda name: not name.startswith("value_head"), fp16, ranks)
+
+
+class ShardedWeights(MasterWeights):
+    """Each rank holds its part of every float32 master, cut along the first dimension.
+
+    A layer is whole, in the compute dtype, only while it computes; the root's own parameters (embedding, vocabulary
+    projection) are whole within the root's forward and backward. Gradients add up in float32 and are summed over ranks
+    once an optimizer step, in its last backward pass.
+
+    Args:
+        role: whose forward is called, loaded in float32; on any device.
+        device: to compute on.
+        reshard: layers are given up between forward and backward, and gathered again.
+    """
+
+    sharded = True
+
+    def __init__(
+        self,
+        role: PolicyModel | ValueModel,
+        compute_dtype: torch.dtype,
+        fp16: Fp16Config,
+        ranks: Ranks,
+        device: torch.device,
+        reshard: bool,
+    ) -> None:
+        named: nn.Module = role.model if isinstance(role, PolicyModel) else role
+        decoder = role.model if isinstance(role, PolicyModel) else role.backbone
+        _settle_rows(role, decoder, compute_dtype, device)
+        mesh = init_device_mesh(device.type, (ranks.size,))
+        wide = next(role.parameters()).dtype
+        plain = MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False)
+        narrow = None if wide == compute_dtype else compute_dtype
+        mixed = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=False)
+        if isinstance(role, ValueModel):
+            fully_shard(role.value_head, mesh=mesh, mp_policy=plain)
+        for layer in [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]:
+            fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+        fully_shard(role, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+        self._fsdp = [module for module in role.modules() if isinstance(module, FSDPModule)]
+        for module in self._fsdp:  # plain sums: losses are addends already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        super().__init__(nn.Module(), compute_dtype, None, fp16, ranks)
+        self._compute_dtype = compute_dtype
+        self._parameters: dict[str, DTensor] = dict(named.named_parameters())  # type: ignore[arg-type]
+        self.shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        self.masters = {name: nn.Parameter(p.to_local().detach()) for name, p in self._parameters.items()}
+
+    def publish(self) -> None:
+        """What is still whole was made of the masters before their step."""
+        for module in self._fsdp:
+            module.reshard()
+
+    def before_backward(self, last: bool) -> None:
+        for module in self._fsdp:
+            module.set_requires_gradient_sync(last, recurse=False)
+
+    def reduce_gradients(self) -> dict[str, Tensor]:
+        for name, parameter in self._parameters.items():
+            gradient, master = parameter.grad, self.masters[name]
+            if isinstance(gradient, DTensor) and master.grad is None:  # else it was spoilt
+                master.grad = gradient.to_local()
+        return {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+
+    def total(self, sums: list[float]) -> list[float]:
+        return self.ranks.summed(sums, "sums over the parts of a gradient")
+
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """One exchange a parameter, of what is cast already: the same bits that the sharded forward computes with."""
+        for name, master in self.masters.items():
+            yield name, self.gather(name, master.detach().to(self._compute_dtype))
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """The whole of what each rank has a part of, as of this master."""
+        rows, *rest = self.shapes[name]
+        filled = part.new_zeros(-(-rows // self.ranks.size), *rest)
+        filled[: len(part)] = part
+        parts = part.new_empty(self.ranks.size, *filled.shape)
+        with self.ranks.waiting_for(f"all parts of {name}"):
+            dist.all_gather(list(parts), filled)
+        return parts.flatten(0, 1)[:rows]
+
+    def rows(self, shape: Sequence[int]) -> slice:
+        share = -(-shape[0] // self.ranks.size)
+        return slice(*(min(share * rank, shape[0]) for rank in (self.ranks.rank, self.ranks.rank + 1)))
+
+
+def _settle_rows(
+    role: PolicyModel | ValueModel, decoder: Any, compute_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Choose the row rule while weights are whole. A weight in oneDNN's layout goes when the weight itself goes."""
+    check_support(decoder)
+    role.rows = follow_row_rule(decoder, compute_dtype)
+    head = decoder.get_output_embeddings()  # a critic's decoder has none
+    for module in decoder.modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            module.register_forward_hook(_forget_weight)
+    if head is not None:
+
+        def forget_head(*_: Any) -> None:
+            forget_packed(head.weight)
+
+        role.register_forward_pre_hook(forget_head)  # of the last backward pass
+        role.register_forward_hook(forget_head)
+
+
+def _forget_weight(module: nn.Module, *_: Any) -> None:
+    forget_packed(module.weight)  # type: ignore[arg-type]
