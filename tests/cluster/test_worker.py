@@ -250,7 +250,7 @@ def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPat
     assert environment["MKL_CBWR"] == "AUTO,STRICT"  # without it rows of a float32 matmul depend on their number
 
 
-@pytest.mark.parametrize("failing", ["check_parity", "load_causal_lm"])  # after and before the scorer is there
+@pytest.mark.parametrize("failing", ["compare", "load_causal_lm"])  # after and before the scorer is there
 def test_a_failed_set_up_leaves_no_reward_process(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -264,4 +264,4 @@ def test_a_failed_set_up_leaves_no_reward_process(
     monkeypatch.setattr("verl.rewards.scorer.RuleScorer.close", lambda scorer: closed.append(scorer))
     with pytest.raises(ConfigError, match="on fire"), start_workers(config_of(tiny_model_dir), print):
         pass
-    assert len(closed) == (failing == "check_parity")
+    assert len(closed) == (failing == "compare")
