@@ -1,0 +1,261 @@
+"""Dispatcher and buffer together, whatever happens to them in whatever order: the laws hold and nothing gets stuck."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pool_cases import group, result
+
+from verl.errors import EngineError
+from verl.rollout.buffer import Group, GroupBuffer, Taken
+from verl.rollout.dispatch import Dispatcher
+from verl.rollout.protocol import Request, Result, Slot
+
+MEMBERS, PROMPTS, STEPS = 2, 2, 6
+WORKER_ATTEMPTS, PROMPT_ATTEMPTS, SECONDS = 2, 3, 100.0
+
+
+class Pool(RuleBasedStateMachine):
+    """A run of ``STEPS`` steps with ``PROMPTS`` prompts each; ``pending``: asked for and without an outcome."""
+
+    @initialize(staleness=st.integers(0, 2), unit=st.sampled_from(["sample", "token"]))
+    def start(self, staleness: int, unit: Any) -> None:
+        self.staleness, self.unit, self.names = staleness, unit, 0
+        self.version, self.draws, self.now = 0, 0, 0.0
+        self.trained: set[str] = set()
+        self.requeued: set[str] = set()
+        self.checkpoint: dict[str, Any] = {}
+        self.resumes = 0
+        self.anew()
+        self.save()
+        self.add(5)
+        self.draw(9)
+
+    def anew(self) -> None:
+        self.dispatcher = Dispatcher(WORKER_ATTEMPTS, PROMPT_ATTEMPTS, SECONDS)
+        self.buffer = GroupBuffer(PROMPTS, self.staleness, STEPS, self.unit)
+        self.hands: dict[str, dict[Slot, tuple[int, Request]]] = {}  # version when it was sent
+        self.capacity: dict[str, int] = {}
+        self.draining: set[str] = set()
+        self.pending: set[Slot] = set()
+        self.sends: Counter[Slot] = Counter()  # since it was submitted; handed back ones taken off
+
+    # What the loop does
+
+    def ask(self, requests: list[Request]) -> None:
+        self.dispatcher.submit(requests, self.now)
+        self.buffer.submit([request.slot for request in requests])
+        assert self.pending.isdisjoint(request.slot for request in requests)
+        self.pending.update(request.slot for request in requests)
+        for request in requests:
+            self.sends[request.slot] = 0
+
+    @rule()
+    def collect(self) -> None:
+        for outcome in self.dispatcher.take():
+            self.pending.remove(outcome.slot)  # law 5: once, and only what was asked for
+            self.buffer.add(outcome)
+        stats = self.dispatcher.stats(self.now)
+        assert stats.queued + sum(stats.in_flight.values()) == len(self.pending)
+
+    def abort(self, slots: dict[str, list[Slot]]) -> None:
+        for name, gone in slots.items():
+            for slot in gone:
+                del self.hands[name][slot]
+
+    @rule(most=st.integers(1, 9))
+    def draw(self, most: int) -> None:
+        prompts = min(self.buffer.budget(self.version), most)
+        self.ask([r for draw in range(self.draws, self.draws + prompts) for r in group(draw, MEMBERS)])
+        self.draws += prompts
+
+    @rule()
+    def train(self) -> None:
+        taken = self.buffer.take(self.version)
+        self.withdraw(taken)
+        if taken.groups:
+            assert len(taken.groups) == PROMPTS
+            for trained in taken.groups:
+                self.check(trained)
+            self.version += 1
+
+    def withdraw(self, taken: Taken) -> None:
+        assert self.requeued.isdisjoint(taken.again) and self.requeued.issuperset(taken.dropped)
+        self.requeued.update(taken.again)
+        again = [request for uid in taken.again for request in group(int(uid.split(":")[1]), MEMBERS)]
+        slots = [Slot(uid, index) for uid in taken.again + taken.dropped for index in range(MEMBERS)]
+        self.abort(self.dispatcher.cancel(slots, self.now))
+        self.pending.difference_update(slots)
+        self.ask(again)
+
+    def check(self, trained: Group) -> None:
+        assert trained.uid not in self.trained
+        self.trained.add(trained.uid)
+        members = [*trained.results, *trained.lost]
+        assert trained.results and {member.slot.index for member in members} == set(range(MEMBERS))
+        for member in trained.results:  # law 7
+            assert (self.version - member.versions[member.loss_mask] <= self.staleness).all()
+            assert self.unit == "token" or member.loss_mask.all()
+            assert member.response_ids.tolist() == list(range(len(member.versions)))
+
+    @rule()
+    def save(self) -> None:
+        state = {"buffer": self.buffer.state_dict(), "draws": self.draws, "version": self.version}
+        self.checkpoint = json.loads(json.dumps(state))
+        self.checkpoint["seen"] = (set(self.trained), set(self.requeued))
+
+    @precondition(lambda self: self.resumes < 2)
+    @rule()
+    def resume(self) -> None:
+        self.resumes += 1
+        self.anew()
+        self.version, self.draws = self.checkpoint["version"], self.checkpoint["draws"]
+        self.trained, self.requeued = map(set, self.checkpoint["seen"])
+        self.buffer.load_state_dict(self.checkpoint["buffer"])
+        self.ask([r for uid in self.buffer.outstanding for r in group(int(uid.split(":")[1]), MEMBERS)])
+
+    # What happens to workers
+
+    @rule(capacity=st.integers(1, 5))
+    def add(self, capacity: int) -> None:
+        self.names += 1
+        name = str(self.names)
+        self.dispatcher.add_worker(name, capacity, self.now)
+        self.hands[name], self.capacity[name] = {}, capacity
+
+    @rule()
+    def assign(self) -> None:
+        for name, requests in self.dispatcher.assign(self.now).items():
+            assert name not in self.draining
+            for request in requests:
+                assert not any(request.slot in hand for hand in self.hands.values())
+                self.hands[name][request.slot] = (self.version, request)
+                self.sends[request.slot] += 1
+                assert self.sends[request.slot] <= WORKER_ATTEMPTS + PROMPT_ATTEMPTS - 1
+            assert len(self.hands[name]) <= self.capacity[name]
+
+    def some(self, data: st.DataObject) -> tuple[str, list[Slot]]:
+        """A worker, and some of what it has in hand."""
+        name = data.draw(st.sampled_from(sorted(self.hands)))
+        hand = sorted(self.hands[name], key=lambda slot: (-slot.index, slot.uid))
+        return name, hand[: data.draw(st.integers(min(1, len(hand)), len(hand)))]
+
+    def response(self, name: str, slot: Slot, reason: Any = "stop", tokens: int = 1) -> Result:
+        """What it had before, tokens of the version under which it was sent, one of now."""
+        sent, request = self.hands[name].pop(slot)
+        before = request.resume.versions.tolist() if request.resume else []
+        return result(slot, before + ([sent] * tokens + [self.version] if tokens else []), reason)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        name, slots = self.some(data)
+        answers = [self.response(name, slot) for slot in slots]
+        self.dispatcher.complete(name, answers + answers[:1], self.now)  # one of them twice
+
+    @rule(members=st.integers(1, MEMBERS))
+    def work(self, members: int) -> None:
+        """The usual: all workers are given what there is and finish it, or only the first members of each group."""
+        self.assign()
+        for name, hand in self.hands.items():
+            slots = [slot for slot in hand if slot.index < members]
+            self.dispatcher.complete(name, [self.response(name, slot) for slot in slots], self.now)
+        self.collect()
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data(), tokens=st.integers(0, 2))
+    def pause(self, data: st.DataObject, tokens: int) -> None:
+        name, slots = self.some(data)
+        for slot in slots:
+            self.sends[slot] -= 1
+        self.dispatcher.hand_back(name, [self.response(name, slot, "abort", tokens) for slot in slots], self.now)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        name, slots = self.some(data)
+        for slot in slots:
+            del self.hands[name][slot]
+        try:
+            self.dispatcher.fail(name, slots, "broken", self.now)
+        except EngineError:
+            assert slots
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def answer_late(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([*sorted(self.hands), "gone"]))
+        draw = data.draw(st.integers(0, max(self.draws - 1, 0)))
+        self.collect()
+        late = [result(r.slot) for r in group(draw, MEMBERS) if r.slot not in self.hands.get(name, {})]
+        self.dispatcher.complete(name, late, self.now)
+        self.dispatcher.fail(name, [answer.slot for answer in late], "late", self.now)
+        assert self.dispatcher.take() == []
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.hands)))
+        self.dispatcher.drain_worker(name)
+        self.draining.add(name)
+
+    @precondition(lambda self: self.hands)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.hands)))
+        self.dispatcher.remove_worker(name, "killed", self.now)
+        del self.hands[name]
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.abort(self.dispatcher.expire(self.now))
+
+    # What always holds
+
+    @invariant()
+    def nothing_is_forgotten(self) -> None:
+        stats = self.dispatcher.stats(self.now)
+        assert stats.in_flight == {name: len(hand) for name, hand in self.hands.items()}
+        assert stats.queued + sum(stats.in_flight.values()) <= len(self.pending)
+        assert stats.queued == 0 or stats.oldest_wait <= SECONDS
+        assert {slot.uid for slot in self.pending} <= set(self.buffer.outstanding)
+
+    @invariant()
+    def the_budget_is_kept_and_always_allows_a_batch(self) -> None:
+        outstanding, budget = len(self.buffer.outstanding), self.buffer.budget(self.version)
+        left = STEPS - self.version
+        assert outstanding + budget == min(self.staleness + 1, left) * PROMPTS
+
+    def teardown(self) -> None:
+        """With one good worker the run comes to its end, whatever went before."""
+        if not hasattr(self, "hands"):
+            return
+        for name in list(self.hands):
+            self.dispatcher.remove_worker(name, "hung", self.now)
+            del self.hands[name]
+        self.collect()
+        self.add(2)
+        rounds = 0
+        while not self.buffer.done:
+            self.draw(9)
+            while self.pending:
+                self.assign()
+                name = str(self.names)
+                assert self.hands[name]
+                self.dispatcher.complete(name, [self.response(name, slot) for slot in list(self.hands[name])], self.now)
+                self.collect()
+                self.nothing_is_forgotten()
+            self.train()
+            rounds += 1
+            assert rounds <= 4 * STEPS
+        assert self.version == STEPS and len(self.trained) == STEPS * PROMPTS
+
+
+TestPool = Pool.TestCase
+TestPool.settings = examples(max_examples=150, stateful_step_count=40)
