@@ -23,7 +23,7 @@ WORKER_ATTEMPTS, PROMPT_ATTEMPTS, SECONDS = 2, 3, 100.0
 class Pool(RuleBasedStateMachine):
     """A run of ``STEPS`` steps with ``PROMPTS`` prompts each; ``pending``: asked for and without an outcome."""
 
-    @initialize(staleness=st.integers(0, 2), unit=st.sampled_from(["sample", "token"]))
+    @initialize(staleness=st.integers(0, 1), unit=st.sampled_from(["sample", "token"]))
     def start(self, staleness: int, unit: Any) -> None:
         self.staleness, self.unit, self.names = staleness, unit, 0
         self.version, self.draws, self.now = 0, 0, 0.0
@@ -43,7 +43,8 @@ class Pool(RuleBasedStateMachine):
         self.capacity: dict[str, int] = {}
         self.draining: set[str] = set()
         self.pending: set[Slot] = set()
-        self.sends: Counter[Slot] = Counter()  # since it was submitted; handed back ones taken off
+        self.losses: Counter[Slot] = Counter()  # since it was submitted
+        self.failures: Counter[Slot] = Counter()
 
     # What the loop does
 
@@ -53,7 +54,7 @@ class Pool(RuleBasedStateMachine):
         assert self.pending.isdisjoint(request.slot for request in requests)
         self.pending.update(request.slot for request in requests)
         for request in requests:
-            self.sends[request.slot] = 0
+            self.losses[request.slot] = self.failures[request.slot] = 0
 
     @rule()
     def collect(self) -> None:
@@ -135,8 +136,7 @@ class Pool(RuleBasedStateMachine):
             for request in requests:
                 assert not any(request.slot in hand for hand in self.hands.values())
                 self.hands[name][request.slot] = (self.version, request)
-                self.sends[request.slot] += 1
-                assert self.sends[request.slot] <= WORKER_ATTEMPTS + PROMPT_ATTEMPTS - 1
+                assert self.losses[request.slot] < WORKER_ATTEMPTS and self.failures[request.slot] < PROMPT_ATTEMPTS
             assert len(self.hands[name]) <= self.capacity[name]
 
     def some(self, data: st.DataObject) -> tuple[str, list[Slot]]:
@@ -158,27 +158,28 @@ class Pool(RuleBasedStateMachine):
         answers = [self.response(name, slot) for slot in slots]
         self.dispatcher.complete(name, answers + answers[:1], self.now)  # one of them twice
 
-    @rule(members=st.integers(1, MEMBERS))
-    def work(self, members: int) -> None:
-        """The usual: all workers are given what there is and finish it, or only the first members of each group."""
+    @rule(members=st.integers(0, MEMBERS), slow=st.integers(0, 2))
+    def step(self, members: int, slow: int) -> None:
+        """The usual: all is asked for, sampled and trained, but of every third prompt only some members."""
+        self.draw(9)
         self.assign()
         for name, hand in self.hands.items():
-            slots = [slot for slot in hand if slot.index < members]
+            slots = [slot for slot in hand if slot.index < members or int(slot.uid.split(":")[1]) % 3 != slow]
             self.dispatcher.complete(name, [self.response(name, slot) for slot in slots], self.now)
         self.collect()
+        self.train()
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data(), tokens=st.integers(0, 2))
     def pause(self, data: st.DataObject, tokens: int) -> None:
         name, slots = self.some(data)
-        for slot in slots:
-            self.sends[slot] -= 1
         self.dispatcher.hand_back(name, [self.response(name, slot, "abort", tokens) for slot in slots], self.now)
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         name, slots = self.some(data)
+        self.failures.update(slots)
         for slot in slots:
             del self.hands[name][slot]
         try:
@@ -209,7 +210,7 @@ class Pool(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.hands)))
         self.dispatcher.remove_worker(name, "killed", self.now)
-        del self.hands[name]
+        self.losses.update(self.hands.pop(name).keys())
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
     def wait(self, seconds: float) -> None:
@@ -238,9 +239,9 @@ class Pool(RuleBasedStateMachine):
             return
         for name in list(self.hands):
             self.dispatcher.remove_worker(name, "hung", self.now)
-            del self.hands[name]
+            self.losses.update(self.hands.pop(name).keys())
         self.collect()
-        self.add(2)
+        self.add(1)
         rounds = 0
         while not self.buffer.done:
             self.draw(9)
