@@ -170,7 +170,7 @@ class RunDir:
     ::
 
         config.yaml  metrics.jsonl  samples/step_000010.jsonl  checkpoints/step_000010/  report.html  events.log
-        tensorboard/ (if asked for)  .lock
+        tensorboard/, dumps/ (if asked for)  .lock
     """
 
     def __init__(self, path: Path | str) -> None:

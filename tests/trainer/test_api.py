@@ -229,10 +229,10 @@ def test_torch_imported_too_early_is_told(
     modules = dict(sys.modules) if loaded else {name: m for name, m in sys.modules.items() if name != "torch"}
     monkeypatch.setattr(api.sys, "modules", modules)
     config = tiny(tmp_path, **{"cluster.backend": backend}).config
-    notices = api._settle_process(config)
+    notices = api.settle_process(config)
     assert [("torch was imported before" in notice) for notice in notices] == [True] * told
     assert os.environ["OMP_NUM_THREADS"] == "1" and os.environ["MKL_CBWR"] == "AUTO,STRICT"
-    assert api._settle_process(config) == []  # once is enough
+    assert api.settle_process(config) == []  # once is enough
 
 
 def test_the_public_names_are_lazy() -> None:

@@ -366,7 +366,7 @@ def test_learning_rates_are_a_function_of_the_step(config: Config, tmp_path: Pat
     rates = []
     for step in (0, 1, 2, 6):
         trainer.state = replace(trainer.state, step=step)
-        rates.append(trainer.learning_rates()["actor"])
+        rates.append(trainer.state.learning_rates(trainer.config, trainer.total_steps)["actor"])
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
 
 
@@ -378,7 +378,7 @@ def test_b048_a_step_without_a_finite_gradient_holds_the_learning_rate(config: C
         {"actor/skipped_steps": 1.0, "actor/grad_norm": 3.0},  # one of several
         {"critic/skipped_steps": 1.0, "actor/skipped_steps": 0.0, "actor/grad_norm": 3.0},
     ):
-        rates.append(trainer.learning_rates()["actor"])
+        rates.append(trainer.state.learning_rates(trainer.config, trainer.total_steps)["actor"])
         trainer.state.observe(numbers, 4)
         trainer.state = replace(trainer.state, step=trainer.state.step + 1)
     assert rates == pytest.approx([0.2, 0.2, 0.4])

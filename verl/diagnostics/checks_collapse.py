@@ -32,7 +32,7 @@ def length(evidence: Evidence) -> Iterator[Finding]:
     if limit is None or len(found) < 4 or mean(start) <= 0:
         return
     usual = mean(start)
-    off = [step for step, value in found.items() if value > limit * usual or value * limit < usual]
+    off = [step for step, value in list(found.items())[3:] if value > limit * usual or value * limit < usual]
     if off:
         grew = found[off[-1]] > usual
         yield Finding(

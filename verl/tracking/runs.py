@@ -26,6 +26,7 @@ SHOWN_EVENTS = 10
 _BY_HAND = {
     "KeyboardInterrupt": "Ctrl-C",
     "_Terminated": "SIGTERM",
+    "AlarmRaised": "an alarm, see trainer.alarms",
     "SystemExit": "SIGTERM",
     "BrokenPipeError": "the reader of its output was gone",
 }

@@ -124,7 +124,7 @@ class Trainer:
         Raises:
             VerlError: what is wrong, the value, and the fix.
         """
-        notices = [*self.notices, *_settle_process(self.config)]
+        notices = [*self.notices, *settle_process(self.config)]
 
         from rich.console import Console
 
@@ -161,7 +161,7 @@ def _check_reward(config: Config, reward: Callable[..., Any]) -> None:
         )
 
 
-def _settle_process(config: Config) -> list[str]:
+def settle_process(config: Config) -> list[str]:
     """Set threads and numerical modes; what came too late for them, in words.
 
     Inline this process is the worker, over Ray it only steers. Thread counts are set again inside the worker, so only

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.algorithms.metric import reduce_metrics
-from verl.algorithms.schedules import learning_rate, moving_values
+from verl.algorithms.schedules import moving_values
 from verl.checkpoint.store import CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.dataset import PromptDataset
+from verl.diagnostics.alarms import Alarms
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.tracking.report import write_report
@@ -51,6 +52,7 @@ class TrainingLoop:
     def fit(self) -> None:
         """Train to ``total_steps``; validation before the first step, every ``test_freq`` steps and at the end."""
         config, state, roles, timer = self.config, self.state, self.roles, self.timer
+        alarms = Alarms(config, self.run_dir)
         self.roles.rollout.publish(state.step)
         if state.step == 0 and config.trainer.val_before_train and self.validation is not None:
             with timer("testing"):
@@ -61,8 +63,9 @@ class TrainingLoop:
                 now = state.scheduled(config, self.total_steps)
                 kl_coef = state.kl_coef.value(state.step, self.total_steps)
                 batch = self.source.next()
+                self.dump(batch)
                 batch, found = process(batch, roles, now, kl_coef, timer, state.shaper)
-                trained = update(batch, roles, now, self.learning_rates(), state.step, timer)
+                trained = update(batch, roles, now, state.learning_rates(config, self.total_steps), state.step, timer)
                 self.source.settle()
                 with timer("update_weights"):
                     roles.rollout.publish(state.step + 1)
@@ -86,18 +89,25 @@ class TrainingLoop:
             # After the step is written down: a run killed in between does it again, and no step loses its line. The
             # seconds are logged with the next step.
             if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
-                with timer("save_checkpoint"):
-                    state.save(self.store, roles, config, self.source.state_dict())
+                self.save()
             if measured:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
+            if not last:
+                alarms.heed(state.step, numbers, self.save)
 
-    def learning_rates(self) -> dict[str, float]:
-        """Of this step, the schedules counting training steps with a finite gradient."""
-        optimizers, state = {"actor": self.config.actor.optim, "critic": self.config.critic.optim}, self.state
-        return {
-            role: learning_rate(state.step - state.held[role], self.total_steps, optim)
-            for role, optim in optimizers.items()
-        }
+    def save(self) -> None:
+        """Write this step's checkpoint, unless it is there already."""
+        if self.state.step not in self.store.steps():
+            with self.timer("save_checkpoint"):
+                self.state.save(self.store, self.roles, self.config, self.source.state_dict())
+
+    def dump(self, batch: DataProto) -> None:
+        """Keep the batch of the step to come where ``trainer.dump_steps`` wants it."""
+        step, wanted = self.state.step + 1, self.config.trainer.dump_steps
+        if step in wanted if isinstance(wanted, list) else due(step, wanted):
+            path = self.run_dir.dump(step)
+            path.parent.mkdir(exist_ok=True)
+            self.tracker.attempt("dump", lambda: batch.save_to_disk(path), step)
 
     def evaluate(self) -> dict[str, float]:
         """Validation metrics; samples are written and shown to the trackers."""

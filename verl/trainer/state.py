@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from verl.algorithms.reward_shaping import RewardShaper, new_shaper
-from verl.algorithms.schedules import Schedule, actor_schedules, kl_schedule, scheduled_actor
+from verl.algorithms.schedules import Schedule, actor_schedules, kl_schedule, learning_rate, scheduled_actor
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
@@ -60,6 +60,13 @@ class TrainerState:
         """The run's configuration with this step's values of the actor's coefficients."""
         actor = scheduled_actor(config.actor, self.actor_schedules, self.step, total_steps)
         return config.model_copy(update={"actor": actor})
+
+    def learning_rates(self, config: Config, total_steps: int) -> dict[str, float]:
+        """Of the step to come, by role: schedules count training steps with a finite gradient."""
+        optimizers = {"actor": config.actor.optim, "critic": config.critic.optim}
+        return {
+            role: learning_rate(self.step - self.held[role], total_steps, optim) for role, optim in optimizers.items()
+        }
 
     def learn(self, batch: DataProto) -> None:
         """Tell whoever chooses prompts and lengths what a batch of responses was like."""
