@@ -484,8 +484,11 @@ class RewardConfig(Section):
 
     @property
     def parts(self) -> dict[str, RewardFunctionConfig]:
-        """The entries of ``functions``."""
-        return {name: RewardFunctionConfig.model_validate(entry) for name, entry in self.functions.items()}
+        """The entries of ``functions``; where there are none the one reward, under the name ""."""
+        custom = self.custom_reward_function
+        own = {"path": custom.path, "name": custom.name} if custom.path is not None else {"rule": self.rule}
+        entries = self.functions or {"": {**own, "kwargs": self.reward_kwargs}}
+        return {name: RewardFunctionConfig.model_validate(entry) for name, entry in entries.items()}
 
     @property
     def names_rewards(self) -> bool:

@@ -106,7 +106,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._control: socket.socket | None = None
         self._end: weakref.finalize | None = None
-        self._started, self._grown = 0, 0.0
+        self._started, self._grown, self._looked = 0, 0.0, 0.0
 
     def submit(self, target: Target, calls: Sequence[Call], together: bool = False) -> list[Job]:
         """One job a call, in order; equal calls may be one job."""
@@ -128,18 +128,23 @@ class Pool:
         return [job.scores or [] for job in jobs]
 
     def pump(self, seconds: float | None = 0.0) -> None:
-        """Give calls to workers and take results; wait ``seconds`` (None: until there is something to do) for any."""
+        """Give calls to workers and take results; wait ``seconds`` (None: until there is something to do) for any.
+
+        Time in which nobody looks does not count as a call's.
+        """
+        unheard = time.monotonic() - self._looked
+        for worker in self._workers:  # what it said since then may still be on its way
+            worker.since += unheard
         self._assign()
         timeout = self._until_due() if seconds is None else seconds
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
-            ready = [key.data for key, _ in selector.select(timeout)] if self._workers else []
-        for worker in ready:
-            self._hear(worker)
-        now = time.monotonic()
-        for worker in [worker for worker in self._workers if worker not in ready]:  # whoever looks late is no limit
-            if worker.jobs and now > self._due(worker):
+            for key, _ in selector.select(timeout) if self._workers else ():
+                self._hear(key.data)
+        self._looked = time.monotonic()
+        for worker in list(self._workers):
+            if worker.jobs and self._looked > self._due(worker):
                 self._lost(worker, too_slow(self._limit))
 
     def close(self) -> None:

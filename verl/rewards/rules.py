@@ -17,11 +17,20 @@ from typing import Any
 
 from verl.config.names import did_you_mean, matches
 from verl.errors import RewardError
-from verl.rewards.boxes import BOX, last_boxed
 from verl.rewards.code import code
 from verl.rewards.maths import LONGEST, clean, same
 from verl.rewards.maths import number as number_of
-from verl.rewards.text_rules import ANSWER_TAG, format_tags, json_schema, length, multiple_choice, regex, repetition
+from verl.rewards.text_rules import (
+    ANSWER_TAG,
+    BOX,
+    format_tags,
+    json_schema,
+    last_boxed,
+    length,
+    multiple_choice,
+    regex,
+    repetition,
+)
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
 Rule = Callable[..., Any]  # the dict, or (code) a coroutine of it

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from verl.errors import RewardError
-from verl.rewards.sandbox_isolation import FIRST_UID, UIDS
+from verl.rewards.sandbox_isolation import FIRST_UID, UIDS, framed, unframed
 
 if TYPE_CHECKING:
     from verl.config.schema_sandbox import SandboxConfig
@@ -166,27 +165,17 @@ class Sandbox:
 
     def _send(self, *fields: bytes) -> None:
         try:
-            self._socket.sendall(struct.pack(f"!I{len(fields)}I", len(fields), *map(len, fields)) + b"".join(fields))
+            self._socket.sendall(framed(*fields))
         except OSError as error:
             raise self._lost(error) from error
 
     def _receive(self) -> list[bytes]:
         try:
-            (count,) = struct.unpack("!I", self._exactly(4))
-            return [self._exactly(length) for length in struct.unpack(f"!{count}I", self._exactly(4 * count))]
-        except OSError as error:
+            return unframed(self._socket.recv)
+        except (OSError, EOFError) as error:
             raise self._lost(error) from error
 
-    def _exactly(self, length: int) -> bytes:
-        data = bytearray()
-        while len(data) < length:
-            part = self._socket.recv(min(length - len(data), MIB))
-            if not part:
-                raise ConnectionResetError("its process ended")
-            data += part
-        return bytes(data)
-
-    def _lost(self, error: OSError) -> SandboxError:
+    def _lost(self, error: Exception) -> SandboxError:
         self._process.kill()
         self._process.wait()
         assert self._process.stderr is not None

@@ -28,9 +28,9 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 if __package__:
-    from verl.rewards.sandbox_isolation import Isolation, prctl, syscall_filter
+    from verl.rewards.sandbox_isolation import Isolation, framed, prctl, syscall_filter, unframed
 else:  # alone in its interpreter, with this folder on the path
-    from sandbox_isolation import Isolation, prctl, syscall_filter  # type: ignore[no-redef]
+    from sandbox_isolation import Isolation, framed, prctl, syscall_filter, unframed  # type: ignore[no-redef]
 
 CONTROL = 0  # the parent's socket
 VALUES = 3  # of a runner: where the values of calls and expressions go
@@ -40,27 +40,14 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP = 1, 22
 
 
 def send(*fields: bytes) -> None:
-    """Number of fields, length of each (uint32, network order), the fields."""
-    data = memoryview(struct.pack(f"!I{len(fields)}I", len(fields), *map(len, fields)) + b"".join(fields))
+    data = memoryview(framed(*fields))
     while data:
         data = data[os.write(CONTROL, data) :]
 
 
 def receive() -> list[bytes]:
     """The fields of the next message. Raises EOFError when the parent has hung up."""
-    (count,) = struct.unpack("!I", _exactly(4))
-    lengths = struct.unpack(f"!{count}I", _exactly(4 * count))
-    return [_exactly(length) for length in lengths]
-
-
-def _exactly(length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        part = os.read(CONTROL, length - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
+    return unframed(lambda most: os.read(CONTROL, most))
 
 
 class Keeper:

@@ -39,6 +39,27 @@ def prctl(option: int, *values: object) -> int:
     return call("prctl", option, *padded, *[ctypes.c_ulong(0)] * (4 - len(padded)))
 
 
+def framed(*fields: bytes) -> bytes:
+    """What the two sides say to each other: number of fields, length of each (uint32, network order), the fields."""
+    return struct.pack(f"!I{len(fields)}I", len(fields), *map(len, fields)) + b"".join(fields)
+
+
+def unframed(read: Callable[[int], bytes]) -> list[bytes]:
+    """The fields of the next message. ``read`` gives at most so many bytes; raises EOFError where it gives none."""
+
+    def exactly(length: int) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            part = read(min(length - len(data), 2**20))
+            if not part:
+                raise EOFError("its process ended")
+            data += part
+        return bytes(data)
+
+    (count,) = struct.unpack("!I", exactly(4))
+    return [exactly(length) for length in struct.unpack(f"!{count}I", exactly(4 * count))]
+
+
 class Isolation:
     """Puts this process where the program may run, one feature after the other.
 

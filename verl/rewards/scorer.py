@@ -29,6 +29,7 @@ from verl.rewards.rules import rule_named
 
 if TYPE_CHECKING:
     from verl.config import RewardConfig, SandboxConfig
+    from verl.config.schema_data import RewardFunctionConfig
     from verl.data.rows import PromptRow
 
 RETRIES = 2  # further tries with reward.on_error=retry
@@ -73,7 +74,10 @@ class RuleScorer:
     ) -> None:
         self.config = config
         self._pool = _new_pool(config) if config.num_workers != 0 else None
-        self._parts = list(_parts(config, decode, self._pool, function))
+        if function is not None:
+            self._parts = [_own_function(function, config.reward_kwargs, decode)]
+        else:
+            self._parts = [_part(*item, decode, config.sandbox, self._pool) for item in config.parts.items()]
         judges = list(_judges(config, model))
         if judges:
             alone = function is None and not config.names_rewards  # no rule was asked for: the usual one is not added
@@ -233,20 +237,23 @@ def _new_pool(config: RewardConfig) -> Pool:
     return Pool(most, min(config.min_workers, most), config.timeout, config.cache, memory)
 
 
-def _parts(
-    config: RewardConfig, decode: Decode | None, pool: Pool | None, function: Callable[..., Any] | None
-) -> Iterator[Part]:
-    custom, kwargs = config.custom_reward_function, config.reward_kwargs
-    if function is not None:
-        name = getattr(function, "__name__", type(function).__name__)
-        checked = check_function(function, name, kwargs=kwargs)
-        yield Part("", FunctionReward(checked, Target(name), kwargs, decode, None))  # no other process has it
-    elif config.functions:
-        for name, entry in config.parts.items():
-            reward = _reward(entry.rule, entry.path, entry.name, entry.kwargs, decode, config.sandbox, pool)
-            yield Part(name, reward, entry.weight, entry.data_sources)
+def _own_function(function: Callable[..., Any], kwargs: Mapping[str, Any], decode: Decode | None) -> Part:
+    name = getattr(function, "__name__", type(function).__name__)
+    checked = check_function(function, name, kwargs=kwargs)
+    return Part("", FunctionReward(checked, Target(name), kwargs, decode, None))  # no other process has it
+
+
+def _part(
+    name: str, entry: RewardFunctionConfig, decode: Decode | None, sandbox: SandboxConfig, pool: Pool | None
+) -> Part:
+    reward: Reward
+    if entry.path is not None:
+        function = load_function(entry.path, entry.name, entry.kwargs)
+        reward = FunctionReward(function, Target(entry.name, str(function.file)), entry.kwargs, decode, pool)
     else:
-        yield Part("", _reward(config.rule, custom.path, custom.name, kwargs, decode, config.sandbox, pool))
+        assert entry.rule is not None
+        reward = RuleReward(None if entry.rule == "auto" else rule_named(entry.rule), entry.kwargs, sandbox, pool)
+    return Part(name, reward, entry.weight, entry.data_sources)
 
 
 def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
@@ -255,22 +262,6 @@ def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
         yield Part("model", model or Reward(), config.model.weight)
     if config.judge.base_url is not None:
         yield Part("judge", Judge(config.judge), config.judge.weight)
-
-
-def _reward(
-    rule: str | None,
-    path: str | None,
-    name: str,
-    kwargs: Mapping[str, Any],
-    decode: Decode | None,
-    sandbox: SandboxConfig,
-    pool: Pool | None,
-) -> RuleReward | FunctionReward:
-    if path is not None:
-        function = load_function(path, name, kwargs)
-        return FunctionReward(function, Target(name, str(function.file)), kwargs, decode, pool)
-    assert rule is not None
-    return RuleReward(None if rule == "auto" else rule_named(rule), kwargs, sandbox, pool)
 
 
 def combined(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
@@ -291,9 +282,7 @@ def combined(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score
     for name, score in scores.items():
         if score.reason is not None and weights[name]:
             return Score(None, score.outcome, extras, f"{name}: {score.reason}")
-    values = [
-        weights[name] * score.value for name, score in scores.items() if score.value is not None and weights[name]
-    ]
+    values = [weights[name] * one.value for name, one in scores.items() if one.value is not None and weights[name]]
     seconds = sum(score.seconds for score in scores.values())
     return replace(check_result(sum(values) if values else None), extras=extras, seconds=seconds)
 

@@ -14,7 +14,8 @@ import torch
 from verl.config import DataConfig, RewardConfig
 from verl.config.names import did_you_mean
 from verl.data.files import expand_files
-from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, PromptRow, prompt_row
+from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, PromptRow
+from verl.data.sources import FileRows
 from verl.data.tables import open_tables
 from verl.errors import DataError
 from verl.protocol import DataProto
@@ -230,22 +231,14 @@ def _rows(
     key = prompt_key or next((name for name in PROMPT_COLUMNS if name in columns), "prompt")
     has_truth = answer_key or "reward_model" in columns or any(name in columns for name in TRUTH_COLUMNS)
     config = DataConfig(train_files=["-"], prompt_key=key, answer_key=answer_key if has_truth else key)
-    response = response_key or next((name for name in RESPONSE_COLUMNS if name in columns), None)
-    rows: list[PromptRow] = []
-    texts: list[list[str]] = []
-    index = 0
-    for table in tables:
-        for start in range(0, len(table), 1024):
-            for record in table.read(start, start + 1024):
-                row = prompt_row(record, table.columns, config, index, index)
-                index += 1
-                if isinstance(row, PromptRow) and len(rows) != limit:
-                    rows.append(row)
-                    if response is not None and response in columns:
-                        texts.append(_texts(record.values, response, str(record)))
+    source = FileRows(data, config, "--data")
+    rows = [row for row in source.read(0, len(source)) if isinstance(row, PromptRow)][:limit]
     if not rows:
         raise DataError("No row of the data can be used.", data, f"verl data inspect {data} says why")
-    return rows, texts
+    response = response_key or next((name for name in RESPONSE_COLUMNS if name in columns), None)
+    if response not in columns:
+        return rows, []
+    return rows, [_texts(row.columns, response, row.location) for row in rows]
 
 
 def _matched(rows: list[PromptRow], responses: str, response_key: str | None) -> list[Tried]:
