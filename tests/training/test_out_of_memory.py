@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_smaller_micro_batches_give_the_same_step(
         actor = Actor(float64.policy, config, limits, TEMPERATURE, float64.policy_weights)
         gradient = capture_gradients(actor.optimizer, float64.policy_weights)
         metrics = reduce_metrics(actor.update(batch, denominators))
-        return gradient, metrics, actor.log_probs(batch).batch["old_log_probs"], actor._passes.limits
+        return gradient, metrics, actor.log_probs(batch).batch["old_log_probs"], actor.passes.limits
 
     expected = step()
     assert expected[3] == limits
@@ -65,6 +66,22 @@ def test_smaller_micro_batches_give_the_same_step(
     assert distance(expected[0], found[0]) <= 1e-10
     assert found[1] == pytest.approx(expected[1], rel=1e-5, abs=1e-5)
     assert torch.allclose(found[2], expected[2], rtol=0, atol=1e-6)
+
+
+def test_law_4_halved_limits_survive_a_checkpoint(tmp_path: Path) -> None:
+    """Unless the configuration asks for other limits by then."""
+    fresh = lambda limits: Passes("actor", limits)  # noqa: E731
+    whole, halved = Limits(None, 40, True), Limits(None, 20, True)
+    one, other = fresh(whole), fresh(whole)
+    one.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    one.limits = halved
+    one.save(tmp_path)
+    other.load(tmp_path)
+    assert other.limits == halved
+    another = fresh(Limits(None, 60, True))
+    another.load(tmp_path)
+    assert another.limits.tokens == 60
 
 
 def test_what_did_not_fit_is_named(float64: Policies, monkeypatch: pytest.MonkeyPatch) -> None:

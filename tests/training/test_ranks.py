@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import Member, Outcome, Pool, go_on, one_rank, started_pool
@@ -20,6 +21,7 @@ from verl.config import ActorConfig
 from verl.errors import OutOfMemoryError, RanksLostError
 from verl.protocol.files import read_safetensors
 from verl.training.micro_batches import Limits
+from verl.training.parallel import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,15 @@ def test_memory_that_never_suffices_on_one_rank_is_told_by_that_rank(pools: dict
     found = pools[3].each("no_memory", 1)
     assert [type(error) for error in found] == [RanksLostError, OutOfMemoryError, RanksLostError]
     assert found[1].what == "what did not fit"
+
+
+def test_an_error_of_ones_own_is_not_blamed_on_the_others() -> None:
+    ranks = Ranks(1, 2)
+    with pytest.raises(RuntimeError, match="out of memory"), ranks.waiting_for("a test"):
+        raise RuntimeError("out of memory")
+    for theirs in (dist.DistBackendError("NCCL"), RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed")):
+        with pytest.raises(RanksLostError, match="training rank 1 waited in vain"), ranks.waiting_for("a test"):
+            raise theirs
 
 
 def test_a_rank_that_ends_is_noticed_at_once(small_dir: Path, tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ class Worker:
         self._require_same_weights()
         for name, weights, optimizer in self._trained():
             save_trained(Path(folder) / name, weights, optimizer)
+        for passes in self._passes():
+            passes.save(Path(folder))
         if self._ranks.rank == 0:
             save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
 
@@ -234,10 +236,15 @@ class Worker:
         """Take what :meth:`save` wrote."""
         for name, weights, optimizer in self._trained():
             load_trained(Path(folder) / name, weights, optimizer)
+        for passes in self._passes():
+            passes.load(Path(folder))
 
     def _require_same_weights(self) -> None:
         for name, weights, _ in self._trained() if not self._ranks.lockstep else ():
             self._ranks.require_same(weights.masters, f"the {name}'s weights")
+
+    def _passes(self) -> list[Passes]:
+        return [role.passes for role in (self._actor, self._critic, self._reference) if role is not None]
 
     def _trained(self) -> list[tuple[str, MasterWeights, Optimizer]]:
         trained = [("actor", self._actor.weights, self._actor.optimizer)]

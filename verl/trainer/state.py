@@ -19,6 +19,11 @@ from verl.trainer.response_cap import ResponseCap
 STATE_NAME = "trainer"
 
 
+def learnt_nothing(numbers: Mapping[str, float], role: str) -> bool:
+    """Whether none of a training step's gradients was finite; learning-rate schedules do not count such a step."""
+    return numbers.get(f"{role}/skipped_steps", 0) > 0 and f"{role}/grad_norm" not in numbers
+
+
 @dataclass
 class TrainerState:
     """Advanced by the loop.
@@ -30,7 +35,7 @@ class TrainerState:
         actor_schedules: the actor's coefficients, by the field that they set.
         shaper: of scores, with the statistics of all scores so far.
         cap: of the length of responses.
-        held: training steps, by role, in which no gradient was finite; learning-rate schedules do not count them.
+        held: training steps, by role, that :func:`learnt_nothing`.
     """
 
     step: int
@@ -76,7 +81,7 @@ class TrainerState:
     def observe(self, numbers: Mapping[str, float], samples: int) -> None:
         """Tell adaptive schedules the step's metrics, and its number of responses; note roles that learnt nothing."""
         for role in self.held:
-            self.held[role] += numbers.get(f"{role}/skipped_steps", 0) > 0 and f"{role}/grad_norm" not in numbers
+            self.held[role] += learnt_nothing(numbers, role)
         for schedule in self.schedules.values():
             if schedule.metric is not None and schedule.metric in numbers:
                 schedule.update(numbers[schedule.metric], samples)

@@ -40,7 +40,7 @@ from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check
 from verl.trainer.loop import due
 from verl.trainer.run import stop_noted, take_up, write_skipped
 from verl.trainer.run_models import opened, pinned
-from verl.trainer.state import STATE_NAME
+from verl.trainer.state import STATE_NAME, learnt_nothing
 from verl.trainer.timer import StepTimer
 from verl.training.micro_batches import Limits
 from verl.training.optimizer import MasterWeights, Optimizer
@@ -52,7 +52,7 @@ VALIDATION_EXAMPLES = 256  # examples of one piece of a validation
 
 @dataclass
 class SupervisedLoop:
-    """A run that is ready to go; :meth:`fit` goes on from ``step``."""
+    """A run that is ready to go; :meth:`fit` goes on from ``step``. ``held``: how many steps learnt nothing."""
 
     config: SupervisedConfig
     start_model: str  # what the configuration calls the model that training started from
@@ -66,6 +66,7 @@ class SupervisedLoop:
     tracker: Tracker
     timer: StepTimer
     step: int = 0
+    held: int = 0
 
     def fit(self) -> None:
         """Train to ``total_steps``; validation before the first step, every ``test_freq`` steps and at the end."""
@@ -75,7 +76,7 @@ class SupervisedLoop:
         while self.step < self.total_steps:
             with timer("step"):
                 batch = self.loader.next_batch()
-                rate = learning_rate(self.step, self.total_steps, self.config.optim)
+                rate = learning_rate(self.step - self.held, self.total_steps, self.config.optim)
                 with timer("update"):
                     metrics = self.model.update(batch, rate)
             self.step += 1
@@ -85,6 +86,7 @@ class SupervisedLoop:
                 measured = self.evaluate()
             timings = timer.flush()
             numbers = reduce_metrics(metrics | _sizes(batch)) | _speed(batch, timings)
+            self.held += learnt_nothing(numbers, "train")
             progress = {"training/global_step": self.step, "training/epoch": self.loader.epoch}
             self.tracker.log(self.step, numbers | timings | progress | measured)
             # After the step is written down, as in RL training: no step loses its line.
@@ -113,7 +115,8 @@ class SupervisedLoop:
                 load_tokenizer(config.model.tokenizer_path).save_pretrained(pending.path / FOLDER / "hf")
             if isinstance(config, RewardModelTrainingConfig):
                 self.hf_model.config.save_pretrained(pending.path / FOLDER / "hf")
-            pending.write_state(STATE_NAME, {"step": self.step, "loader": self.loader.state_dict()})
+            state = {"step": self.step, "held": self.held, "loader": self.loader.state_dict()}
+            pending.write_state(STATE_NAME, state)
             pending.commit({"model": self.start_model})
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -122,7 +125,7 @@ class SupervisedLoop:
         self.model.load(checkpoint.path / FOLDER)
         tree = cast(dict[str, Any], checkpoint.read_state(STATE_NAME))
         self.loader.load_state_dict(tree["loader"])
-        self.step = tree["step"]
+        self.step, self.held = tree["step"], tree.get("held", 0)
 
 
 def _sizes(batch: DataProto) -> dict[str, Metric]:

@@ -51,7 +51,7 @@ class Actor:
     ) -> None:
         self.policy, self.weights = policy, weights
         self._config, self._temperature = config, temperature
-        self._passes = Passes("actor", limits, weights.ranks, config.auto_micro_batch)
+        self.passes = Passes("actor", limits, weights.ranks, config.auto_micro_batch)
         self._correction = correction or RolloutCorrectionConfig()
         self._loss = POLICY_LOSSES["gpg"] if self._correction.reinforce else find_policy_loss(config.policy_loss)
         self._reference = reference if config.use_kl_loss and is_full(config.kl_loss_type) else None
@@ -60,7 +60,7 @@ class Actor:
     def log_probs(self, batch: DataProto) -> DataProto:
         """``old_log_probs`` (B, R) float32 under the current weights."""
         device = model_device(self.policy)
-        values = self._passes.column(batch, device, lambda packed: self.policy(packed, self._temperature)[0])
+        values = self.passes.column(batch, device, lambda packed: self.policy(packed, self._temperature)[0])
         return DataProto.from_dict({"old_log_probs": values})
 
     def update(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
@@ -86,7 +86,7 @@ class Actor:
 
         rate, device = mini_batch.meta_info["learning_rate"], model_device(self.policy)
         nothing = self._rows_without_gradient(mini_batch, config)
-        return self._passes.step(self.optimizer, mini_batch, device, columns, loss_of, rate, nothing)
+        return self.passes.step(self.optimizer, mini_batch, device, columns, loss_of, rate, nothing)
 
     def _rows_without_gradient(self, mini_batch: DataProto, config: ActorConfig) -> list[int]:
         """Rows whose loss is 0 under any weights (``actor.skip_zero_loss``)."""

@@ -29,12 +29,12 @@ class Critic:
     ) -> None:
         self.model, self.weights = model, weights
         self._config = config
-        self._passes = Passes("critic", limits, weights.ranks, adapt)
+        self.passes = Passes("critic", limits, weights.ranks, adapt)
         self.optimizer = Optimizer("critic", weights, config.optim, config.grad_clip)
 
     def values(self, batch: DataProto) -> DataProto:
         """``values`` (B, R) float32."""
-        return DataProto.from_dict({"values": self._passes.column(batch, model_device(self.model), self.model)})
+        return DataProto.from_dict({"values": self.passes.column(batch, model_device(self.model), self.model)})
 
     def update(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         """One optimizer step on the mini-batch; ``meta_info["learning_rate"]`` is this step's."""
@@ -50,4 +50,4 @@ class Critic:
 
         names = ("values", "returns", "response_mask")
         rate, device = mini_batch.meta_info["learning_rate"], model_device(self.model)
-        return self._passes.step(self.optimizer, mini_batch, device, names, loss_of, rate)
+        return self.passes.step(self.optimizer, mini_batch, device, names, loss_of, rate)

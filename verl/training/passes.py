@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from verl.algorithms.metric import Metric, merge_all
 from verl.errors import OutOfMemoryError, RanksLostError
 from verl.models.packed import PackedBatch
 from verl.protocol import DataProto
+from verl.run_dir import write_atomic
 from verl.training.micro_batches import Limits, MicroBatch, micro_batches
 from verl.training.optimizer import Optimizer
 from verl.training.parallel import ALONE, Ranks
@@ -37,6 +40,20 @@ class Passes:
 
     def __init__(self, role: str, limits: Limits, ranks: Ranks = ALONE, adapt: bool = False) -> None:
         self.role, self.limits, self.ranks, self.adapt = role, limits, ranks, adapt
+        self._configured = limits
+
+    def save(self, folder: Path) -> None:
+        """Note in a checkpoint folder that is being made what :attr:`limits` have come to."""
+        if self.limits != self._configured and self.ranks.rank == 0:
+            known = {"configured": asdict(self._configured), "now": asdict(self.limits)}
+            write_atomic(folder / f"{self.role}_limits.json", json.dumps(known))
+
+    def load(self, folder: Path) -> None:
+        """Go on with what was noted there, unless other limits are configured by now."""
+        file = folder / f"{self.role}_limits.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if known.get("configured") == asdict(self._configured):
+            self.limits = Limits(**known["now"])
 
     @torch.no_grad()
     def column(self, batch: DataProto, device: torch.device, compute: Callable[[PackedBatch], Tensor]) -> Tensor:

@@ -21,11 +21,11 @@ class Reference:
 
     def __init__(self, policy: PolicyModel, passes: Passes, temperature: float) -> None:
         self.policy = policy.requires_grad_(False)
-        self._passes, self._temperature = passes, temperature
+        self.passes, self._temperature = passes, temperature
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """``ref_log_probs`` (B, R) float32."""
-        values = self._passes.column(
+        values = self.passes.column(
             batch, model_device(self.policy), lambda packed: self.policy(packed, self._temperature)[0]
         )
         return DataProto.from_dict({"ref_log_probs": values})
@@ -36,4 +36,4 @@ class Reference:
         def divergence(packed: PackedBatch) -> Tensor:
             return policy(packed, self._temperature, self.policy)[2]
 
-        return DataProto.from_dict({"full_kl": self._passes.column(batch, model_device(self.policy), divergence)})
+        return DataProto.from_dict({"full_kl": self.passes.column(batch, model_device(self.policy), divergence)})
