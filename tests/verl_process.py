@@ -23,7 +23,7 @@ PPO = "examples/tiny/ppo.yaml"
 MARK = "VERL_TEST_MARK"
 
 # Not part of what a run computes: clocks, speeds, memory.
-_COSTS = re.compile(r"time|timing_s/.*|timing_per_token_ms/.*|perf/.*")
+_COSTS = re.compile(r"time|timing_s/.*|timing_per_token_ms/.*|perf/.*|rollout/.*")
 
 
 def _prepare_child() -> None:

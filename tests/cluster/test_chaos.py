@@ -23,24 +23,26 @@ SETTINGS = (
     "data.max_response_length=96",
     "rollout.ignore_eos=true",
     "rollout.max_num_seqs=4",
-    "rollout.worker_timeout=20",
-    "trainer.val_before_train=false",
-    "data.val_files=[]",
+    "rollout.worker_timeout=8",
+    "data.val_max_samples=2",
+    "trainer.test_freq=-1",
     f"trainer.total_training_steps={STEPS}",
     f"trainer.save_freq={STEPS}",
     "cluster.backend=ray",
-    "cluster.pools.rollout.processes=3",
     "cluster.pools.rollout.threads=1",
     "cluster.placement.rollout=rollout",
 )
 
 
+DEEDS = ("kill", "slow", "kill", "hang", "kill reward")
+
+
 class Killer:
-    """Ends, hangs and slows random workers of a run, from a seed, until it is told to stop."""
+    """Does ``DEEDS`` to workers that are at work, chosen from a seed."""
 
     def __init__(self, command: Command, seed: int) -> None:
         self._command, self._random = command, random.Random(seed)
-        self.did: Counter[str] = Counter()
+        self.did: list[str] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
 
@@ -53,41 +55,57 @@ class Killer:
         self._thread.join()
 
     def _go(self) -> None:
-        while not self._over.wait(self._random.uniform(1.0, 3.0)):
-            workers = sorted(pid for pid, name in self._command.running().items() if name.startswith("ray::Rollout"))
-            if workers:
-                deed = self._random.choice(["kill", "kill", "slow", "hang"])
-                with suppress(ProcessLookupError):
-                    self._do(deed, self._random.choice(workers))
-                self.did[deed] += 1
+        for deed in DEEDS:
+            while not self._over.wait(self._random.uniform(0.2, 0.6)):
+                busy = self._at_work("verl.rewards.nursery" if deed == "kill reward" else "ray::RolloutWorker.advance")
+                if busy:
+                    with suppress(ProcessLookupError):
+                        self._do(deed, self._random.choice(busy))
+                    self.did.append(deed)
+                    break
+
+    def _at_work(self, words: str) -> list[int]:
+        found = []
+        for pid in sorted(self._command.running()):
+            with suppress(OSError):
+                if words in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(pid)
+        return found
 
     def _do(self, deed: str, pid: int) -> None:
-        if deed == "kill":
-            os.kill(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL if deed.startswith("kill") else signal.SIGSTOP)
         if deed == "slow":
             time.sleep(1.0)
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("mode", ["sync"])
-def test_a_disturbed_run_is_the_undisturbed_one(tmp_path: Path, mode: str) -> None:
-    runs = {}
-    for name in ("calm", "disturbed"):
-        runs[name] = tmp_path / name
-        arguments = train(GRPO, runs[name], *SETTINGS, f"trainer.mode={mode}")
-        with verl_started(*arguments, log=tmp_path / f"{name}.log") as command:
-            if name == "calm":
-                done = command.wait(120)
-            else:
-                with Killer(command, seed=1) as killer:
-                    done = command.wait(200)
-                assert killer.did["kill"] >= 2, killer.did
-            assert done.code == 0, done.err
-            command.wait_for_nothing_left()
-    assert_same_run(runs["calm"], runs["disturbed"], STEPS)
-    samples = [[p.read_text() for p in sorted(RunDir(run).samples_dir.iterdir())] for run in runs.values()]
+def settings(folder: Path, workers: int) -> tuple[str, ...]:
+    return train(GRPO, folder, *SETTINGS, f"cluster.pools.rollout.processes={workers}")
+
+
+def assert_equal_runs(calm: Path, other: Path) -> None:
+    assert_same_run(calm, other, STEPS)
+    samples = [[file.read_text() for file in sorted(RunDir(run).samples_dir.iterdir())] for run in (calm, other)]
     assert samples[0] == samples[1]
-    kinds = Counter(event.kind for event in RunDir(runs["disturbed"]).read_events())
-    assert kinds["died"] >= 2 and not kinds["lost"]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run, with two workers."""
+    folder = tmp_path_factory.mktemp("calm")
+    with verl_started(*settings(folder / "run", 2), log=folder / "log") as command:
+        done = command.wait(150)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def test_a_disturbed_run_is_the_undisturbed_one(calm: Path, tmp_path: Path) -> None:
+    with verl_started(*settings(tmp_path / "run", 3), log=tmp_path / "log") as command:
+        with Killer(command, seed=1) as killer:
+            done = command.wait(240)
+        assert tuple(killer.did) == DEEDS
+        assert done.code == 0, done.err
+        command.wait_for_nothing_left()
+    assert_equal_runs(calm, tmp_path / "run")
+    kinds = Counter(event.kind for event in RunDir(tmp_path / "run").read_events())
+    assert kinds["died"] == 3 and not kinds["lost"]

@@ -105,6 +105,10 @@ class Rollout(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` of workers of its own, since the last call."""
+        ...
+
 
 @dataclass(frozen=True)
 class SharedRollout:
@@ -128,6 +132,9 @@ class SharedRollout:
     def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
         told = None if prompts is None else prompts.select(batch_keys=[], non_tensor_batch_keys=PROMPT_COLUMNS)
         return self.worker.generate(requests, told)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def publish(self, version: int) -> None:
         self.worker.publish(version)

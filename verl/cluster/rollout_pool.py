@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,10 +23,12 @@ from verl.protocol import DataProto
 from verl.rollout.dispatch import Dispatcher, Lost, Outcome
 from verl.rollout.parity import ParityReport
 from verl.rollout.protocol import EngineStats, Request, Result, Slot, lost_result
+from verl.rollout.scaling import Load, ScalingPolicy
 
 ADVANCE_SECONDS = 0.25  # an answer is a sign of life
 CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
 TICK_SECONDS = 0.05
+WISH_SECONDS = 1.0
 SPARE_REQUESTS = 8  # in a worker's hands beyond what it decodes at once: a finished row's place is refilled at once
 MAX_LOSSES = 3  # workers lost in a row, beyond one each, without a sign of work by any, before the pool gives up
 
@@ -74,6 +77,7 @@ class RolloutPool:
         exported_weights: a reference to the actor's present weights, as
             :func:`verl.cluster.rollout_worker.exported` gives them.
         log: of events.
+        wish: asked every second: how many workers the user wants, None: as many as the load asks for.
 
     Raises:
         ClusterError: from every call, once workers cannot be started any more.
@@ -83,7 +87,12 @@ class RolloutPool:
     apart = True
 
     def __init__(
-        self, config: Config, specs: Sequence[WorkerSpec], exported_weights: Callable[[], Any], log: EventLog
+        self,
+        config: Config,
+        specs: Sequence[WorkerSpec],
+        exported_weights: Callable[[], Any],
+        log: EventLog,
+        wish: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._exported_weights, self._log = config, exported_weights, log
         self._dispatcher = Dispatcher()
@@ -96,7 +105,14 @@ class RolloutPool:
         self._born = self._losses = 0
         self._kills = memory_kills()
         self._specs = [spec for spec in specs for _ in range(spec.count)]
-        self._target = len(self._specs)
+        settings, given = config.rollout, len(self._specs)
+        self._most = settings.max_workers or max(given, settings.min_workers or given)
+        self._least = min(settings.min_workers or given, self._most)
+        self._target = min(max(given, self._least), self._most)
+        self._policy = ScalingPolicy(self._least, self._most)
+        self._wish, self._wish_asked = wish, 0.0
+        self._places = settings.max_num_seqs + SPARE_REQUESTS
+        self._waited, self._counted = 0.0, Counter[str]()
         self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
         self._closing = False
 
@@ -110,8 +126,8 @@ class RolloutPool:
         """
         timeout = self._config.cluster.start_timeout
         with self._changed:
-            for spec in self._specs:
-                self._start_worker(spec)
+            for place in range(self._target):
+                self._start_worker(self._specs[place % len(self._specs)])
         members = list(self._members.values())
         references = [next(iter(member.calls)) for member in members]
         _, missing = ray.wait(references, num_returns=len(references), timeout=timeout)
@@ -181,11 +197,21 @@ class RolloutPool:
             version = self._weights[0] if self._weights else 0
         return EngineStats.total(known, version)
 
-    def scale(self, workers: int) -> None:
-        """Have so many workers from now on. The newest leave first; new ones are like those that the run began with."""
+    def metrics(self) -> dict[str, float]:
+        """Workers at work, their idle share of the time, the longest wait in the queue (seconds).
+
+        And since the last call attempts that were repeated, answers that came too late, responses that were lost.
+        """
         with self._changed:
-            self._target = workers
-            self._changed.notify_all()
+            stats = self._dispatcher.stats(time.monotonic())
+            waited, self._waited = max(self._waited, stats.oldest_wait), 0.0
+            new, self._counted = stats.counts - self._counted, stats.counts
+        return {
+            "rollout/workers": float(len(stats.in_flight)),
+            "rollout/idle_share": sum(stats.idle_share.values()) / max(len(stats.idle_share), 1),
+            "rollout/queue_wait": waited,
+            **{f"rollout/{name}": float(new[name]) for name in ("retried", "late", "lost")},
+        }
 
     def close(self) -> None:
         """End all workers."""
@@ -237,7 +263,20 @@ class RolloutPool:
                 self._changed.notify_all()
 
     def _rescale(self) -> None:
+        now = time.monotonic()
+        if now - self._wish_asked >= WISH_SECONDS:
+            wish, settings = self._wish(), self._config.rollout
+            self._policy.wish, self._wish_asked = wish, now
+            if wish is not None:  # bounds that nobody gave do not bind a user's wish
+                self._policy.min_workers = self._least if settings.min_workers else min(self._least, wish)
+                self._policy.max_workers = self._most if settings.max_workers else max(self._most, wish)
+        stats = self._dispatcher.stats(now)
+        self._waited = max(self._waited, stats.oldest_wait)
         staying = [member for member in self._members.values() if not member.leaving]
+        moving = len(self._members) - sum(member.ready for member in staying)
+        held = sum(stats.in_flight.values())
+        load = Load(len(staying) - moving, moving, self._places, stats.queued, stats.oldest_wait, held)
+        self._target += self._policy.decide(now, load)
         for place in range(len(staying), self._target):
             self._start_worker(self._specs[place % len(self._specs)])
         for member in staying[self._target :]:
@@ -335,8 +374,8 @@ class RolloutPool:
 
     def _join(self, member: _Member) -> None:
         member.ready = True
-        capacity = self._config.rollout.max_num_seqs + SPARE_REQUESTS
-        self._dispatcher.add_worker(member.name, capacity, time.monotonic())
+        self._dispatcher.add_worker(member.name, self._places, time.monotonic())
+        self._log("joined", member.name, "")
 
     def _lose(self, member: _Member, reason: str) -> None:
         """A worker that died, hangs or failed: its requests go back, and another takes its place."""
@@ -367,10 +406,14 @@ class RolloutPool:
 
 @contextmanager
 def started_pool(
-    config: Config, specs: Sequence[WorkerSpec], trainer: RayWorkers, log: EventLog
+    config: Config,
+    specs: Sequence[WorkerSpec],
+    trainer: RayWorkers,
+    log: EventLog,
+    wish: Callable[[], int | None] = lambda: None,
 ) -> Iterator[tuple[RolloutPool, ParityReport]]:
     """Workers that sample for this trainer, and whether their log-probs are its own, bit for bit."""
-    pool = RolloutPool(config, specs, trainer.exported_weights, log)
+    pool = RolloutPool(config, specs, trainer.exported_weights, log, wish)
     try:
         probe = trainer.parity_probe()
         yield pool, ParityReport.total([trainer.compare(probe, results) for results in pool.start(probe)])

@@ -25,7 +25,7 @@ KL_NAMES = {"actor/kl_loss": "KL ref", "actor/reward_kl_penalty": "KL ref", "act
 
 # Parts of each stage; where a run logs none of the parts, the stage's own total is taken.
 STAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "gen": (("timing_s/gen",), "timing_s/rollout"),
+    "gen": (("timing_s/gen",), "timing_s/wait_rollout"),
     "process": (
         tuple(f"timing_s/{part}" for part in ("reward", "old_log_prob", "ref", "values", "adv")),
         "timing_s/process",

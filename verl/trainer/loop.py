@@ -85,7 +85,7 @@ class TrainingLoop:
             progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
             numbers |= moving_values(now.actor)
             costs = cost_metrics(batch, timings, roles.peak_memory_gb())
-            self.tracker.log(state.step, numbers | costs | timings | progress | measured)
+            self.tracker.log(state.step, numbers | costs | timings | roles.rollout.metrics() | progress | measured)
             # After the step is written down: a run killed in between does it again, and no step loses its line. The
             # seconds are logged with the next step.
             if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):

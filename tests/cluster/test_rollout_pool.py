@@ -1,0 +1,154 @@
+"""The rollout pool over Ray: whatever becomes of its workers, the trainer's own samples, each once. One Ray for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verl_process import ROOT
+
+SCRIPT = """
+import json, os, signal, sys, threading, time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, "tests/cluster")
+from verl.cluster.threads import set_environment
+
+set_environment(1)
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+import ray
+from test_rollout_worker import SPEC, bits, config_of, requests
+
+from verl.cluster.rollout_pool import RolloutPool
+from verl.cluster.rollout_worker import exported
+from verl.cluster.worker import Worker
+
+ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+config = config_of(Path(sys.argv[1]))
+rollout = config.rollout.model_copy(update={"worker_timeout": 6.0, "max_num_seqs": 8, "max_workers": 3})
+config = config.model_copy(update={"rollout": rollout})
+trainer = Worker(config)
+trainer.setup()
+events, wish, found = [], [None], {}
+pool = RolloutPool(
+    config,
+    [replace(SPEC, count=2)],
+    lambda: ray.put(exported(trainer._actor.policy.model.named_parameters())),
+    lambda kind, subject, detail: events.append([kind, subject, detail]),
+    lambda: wish[0],
+)
+probe = trainer.parity_probe()
+found["parity"] = [trainer.compare(probe, results).exact for results in pool.start(probe)]
+
+
+def named(batch, count=120):
+    plain = requests(count, 24)
+    return [replace(r, slot=replace(r.slot, uid=f"{batch}:{r.slot.uid}")) for r in plain]
+
+
+expected = bits(trainer.generate(named("expected"), None))
+
+
+def versions_as(version):
+    return [(ids, log_probs, [version] * len(ids)) for ids, log_probs, _ in expected]
+
+
+pool.publish(1)
+found["calm"] = bits(pool.generate(named("calm"))) == versions_as(1)
+pids = [ray.get(m.actor.__ray_call__.remote(lambda self: os.getpid())) for m in pool._members.values()]
+
+
+def later(*deeds):
+    def go():
+        for seconds, deed in deeds:
+            time.sleep(seconds)
+            deed()
+    thread = threading.Thread(target=go)
+    thread.start()
+    return thread
+
+
+def until(condition):
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, events
+        time.sleep(0.05)
+
+
+def count(kind):
+    return sum(event[0] == kind for event in events)
+
+
+pool.publish(2)
+thread = later((0.1, lambda: os.kill(pids[0], signal.SIGKILL)), (0.2, lambda: os.kill(pids[1], signal.SIGSTOP)))
+found["killed and hung"] = bits(pool.generate(named("killed"))) == versions_as(2)
+thread.join()
+until(lambda: count("died") == 2 and count("joined") == 4)
+found["retried"] = pool.metrics()["rollout/retried"]
+
+wish[0] = 3
+until(lambda: count("joined") == 5)
+wish[0] = 1
+thread = later((0.0, lambda: until(lambda: count("left") == 2)))
+given = [named(f"scaled {i}") for i in range(4)]
+results = [bits(pool.generate(batch)) for batch in given]
+thread.join()
+found["scaled"] = results == [versions_as(2)] * 4
+found["workers"] = pool.metrics()["rollout/workers"]
+
+# Given up, asked for again under other weights: one answer each, of the new ones.
+stale = named("stale", 20)
+pool.submit(stale)
+pool.cancel([request.slot for request in stale])
+pool.publish(3)
+pool.submit(stale)
+answers = []
+while len(answers) < len(stale):
+    answers += pool.finished()
+found["once"] = len({result.slot for result in answers}) == len(answers) == len(stale)
+found["new"] = [sorted({int(v) for r in answers for v in r.versions})]
+found["stats"] = pool.stats().version
+found["late"] = pool._finished
+pool.close()
+found["events"] = events
+print("FOUND" + json.dumps(found, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model_dir: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tiny_model_dir)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.partition("FOUND")[2])
+
+
+def test_its_samples_are_the_trainers(found: dict[str, Any]) -> None:
+    assert found["parity"] == [True, True] and found["calm"]
+
+
+def test_a_killed_and_a_hanging_worker_change_nothing(found: dict[str, Any]) -> None:
+    assert found["killed and hung"] and found["retried"] > 0
+    died = [detail for kind, _, detail in found["events"] if kind == "died"]
+    assert died[0] == "died during advance" and "no answer to advance" in died[1]
+
+
+def test_workers_that_come_and_go_change_nothing(found: dict[str, Any]) -> None:
+    assert found["scaled"] and found["workers"] == 1, found["events"]
+
+
+def test_what_was_given_up_and_asked_for_again_is_answered_once(found: dict[str, Any]) -> None:
+    assert found["once"] and found["new"] == [[3]] and found["stats"] == 3 and found["late"] == []
