@@ -17,7 +17,6 @@ from verl.data.tables import RawRow, RowTable, open_tables
 from verl.errors import DataError
 
 PLACES = ("prompt", "ground_truth", "data_source", "ability")  # any other target is a key of extra_info
-CHUNK = 1024  # rows read at once
 # A place for a column in a template. Other braces are text, as in \boxed{}; {{ and }} are single ones.
 _FIELD = re.compile(r"\{\{|\}\}|\{([^\W\d][\w.]*)\}")
 
@@ -80,7 +79,7 @@ def convert(files: str | Sequence[str], out: str | Path, mapping: Mapping) -> Co
         skipped.clear()
         index = 0
         for maker in makers:
-            for number, record in enumerate(_records(maker.table)):
+            for number, record in enumerate(maker.table):
                 row = maker.row(record, number, index)
                 if isinstance(row, BadRow):
                     skipped.append(row)
@@ -91,11 +90,6 @@ def convert(files: str | Sequence[str], out: str | Path, mapping: Mapping) -> Co
     if next(iter(rows()), None) is None:
         raise DataError("No row can be converted.", str(skipped[0]), "see --map, --set and --template")
     return Converted(out, write_rows(rows, out), skipped, makers[0].origins)
-
-
-def _records(table: RowTable) -> Iterator[RawRow]:
-    for start in range(0, len(table), CHUNK):
-        yield from table.read(start, start + CHUNK)
 
 
 def _place(target: str) -> str:

@@ -22,7 +22,6 @@ from verl.config.names import did_you_mean
 from verl.data.conversations import Conversation, Renderer, UnusableError
 from verl.data.dataset import SHOWN_ROWS, TokenRows, TokenStore
 from verl.data.files import expand_files
-from verl.data.prepare import CHUNK
 from verl.data.rows import BadRow, prompt_problem
 from verl.data.tables import open_tables
 from verl.errors import DataError
@@ -332,15 +331,14 @@ def _examples(
     index = 0
     for table in open_tables(expand_files(files, key)):
         make = of_columns(table.columns, table.path) if table.columns else None
-        for start in range(0, len(table), CHUNK):
-            for number, record in enumerate(table.read(start, start + CHUNK), start):
-                try:
-                    if record.problem or make is None:
-                        raise UnusableError(record.problem or "it has no columns")
-                    yield make(record.values, str(record)), str(record)
-                except UnusableError as error:
-                    yield BadRow(record.file, number, record.where, index, str(error))
-                index += 1
+        for number, record in enumerate(table):
+            try:
+                if record.problem or make is None:
+                    raise UnusableError(record.problem or "it has no columns")
+                yield make(record.values, str(record)), str(record)
+            except UnusableError as error:
+                yield BadRow(record.file, number, record.where, index, str(error))
+            index += 1
 
 
 def _check(config: SupervisedDataConfig, key: str, read: int, bad: list[BadRow], over: list[str], count: int) -> None:

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.config import DataConfig
-from verl.config.names import did_you_mean
 from verl.data.files import expand_files
 from verl.data.rendering import render
-from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, BadRow, PromptRow, prompt_row
+from verl.data.rows import BadRow, PromptRow, find_columns, prompt_row
 from verl.data.tables import RawRow, RowTable, open_tables
-from verl.errors import DataError, RewardError
+from verl.errors import RewardError
 from verl.rewards.rules import by_source
 from verl.run_dir import json_value
 
@@ -147,26 +145,13 @@ class _Inspector:
     ) -> None:
         self.tables, self.tokenizer, self.limit = tables, tokenizer, limit
         self.columns = list(dict.fromkeys(name for table in tables for name in table.columns))
-        for name, option in ((prompt_key, "--prompt-key"), (answer_key, "--answer-key")):
-            if name is not None and name not in self.columns:
-                fix = f"{did_you_mean(name, self.columns)}columns: {', '.join(self.columns)}"
-                raise DataError(f"{option} names a column that is not there.", name, fix)
         self.report = Inspection([str(table.path) for table in tables])
-        self.report.prompt_key = prompt_key or self._first(PROMPT_COLUMNS)
-        has_model = "reward_model" in self.columns
-        self.report.truth_key = answer_key or ("reward_model.ground_truth" if has_model else self._first(TRUTH_COLUMNS))
-        prompt = self.report.prompt_key or "prompt"
-        # Without any ground truth the prompt stands in for it: nothing is then said about truths.
-        answer = answer_key or (None if self.report.truth_key else prompt)
-        self.config = DataConfig(train_files=["-"], prompt_key=prompt, answer_key=answer)
+        self.report.prompt_key, self.report.truth_key, self.config = find_columns(self.columns, prompt_key, answer_key)
         self.told: dict[str, str] = {}
         self.measured: list[np.ndarray] = []
         self.prompts = array("Q")  # a hash of each usable prompt, and of prompt and truth
         self.pairs = array("Q")
         self.places = array("q")  # number of each usable row among all
-
-    def _first(self, names: Sequence[str]) -> str | None:
-        return next((name for name in names if name in self.columns), None)
 
     def run(self) -> Inspection:
         """Every row once."""

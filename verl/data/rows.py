@@ -99,6 +99,35 @@ def check_columns(path: Path, columns: Sequence[str], config: DataConfig) -> Non
         raise DataError(f"data.reward_fn_key names a column that {path} does not have.", config.reward_fn_key, fix)
 
 
+def find_columns(
+    columns: Sequence[str], prompt_key: str | None, answer_key: str | None
+) -> tuple[str | None, str | None, DataConfig]:
+    """Where a command finds prompt and ground truth: by option, else under the usual names; None: nowhere.
+
+    Returns:
+        Both, and a configuration that reads rows so. Without any ground truth the prompt stands in for it.
+
+    Raises:
+        DataError: an option names a column that is not there.
+    """
+    from verl.config import DataConfig
+
+    for name, option in ((prompt_key, "--prompt-key"), (answer_key, "--answer-key")):
+        if name is not None and name not in columns:
+            raise no_column(option, name, columns)
+    prompt = prompt_key or next((name for name in PROMPT_COLUMNS if name in columns), None)
+    usual = "reward_model.ground_truth" if "reward_model" in columns else None
+    truth = answer_key or usual or next((name for name in TRUTH_COLUMNS if name in columns), None)
+    key = prompt or "prompt"
+    answer = answer_key or (None if truth else key)
+    return prompt, truth, DataConfig(train_files=["-"], prompt_key=key, answer_key=answer)
+
+
+def no_column(option: str, name: str, columns: Sequence[str]) -> DataError:
+    fix = f"{did_you_mean(name, columns)}columns: {', '.join(columns)}"
+    return DataError(f"{option} names a column that is not there.", name, fix)
+
+
 def prompt_row(
     record: RawRow, columns: Sequence[str], config: DataConfig, index: int, number: int
 ) -> PromptRow | BadRow:

@@ -99,6 +99,10 @@ class RowTable:
             self._map.madvise(mmap.MADV_DONTNEED)
         return rows
 
+    def __iter__(self) -> Iterator[RawRow]:
+        for start in range(0, len(self), arrow_readers.BATCH_ROWS):
+            yield from self.read(start, start + arrow_readers.BATCH_ROWS)
+
     def _row(self, number: int, values: dict[str, Any]) -> RawRow:
         problem, line, raw = values.pop(_PROBLEM), values.pop(_LINE, None), values.pop(_JSON, None)
         where = f"row {number} (counted from 0)" if line is None else f"line {line}"
@@ -122,8 +126,7 @@ def read_rows(path: str | Path) -> list[RawRow]:
     Raises:
         DataError: the file cannot be read, or a row of it cannot.
     """
-    table = open_table(Path(path))
-    rows = table.read(0, len(table))
+    rows = list(open_table(Path(path)))
     for row in rows:
         if row.problem:
             raise DataError("A row of a data file cannot be read.", str(row), row.problem)

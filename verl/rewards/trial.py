@@ -11,10 +11,9 @@ from typing import Any, get_args
 
 import torch
 
-from verl.config import DataConfig, RewardConfig
-from verl.config.names import did_you_mean
+from verl.config import RewardConfig
 from verl.data.files import expand_files
-from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, PromptRow
+from verl.data.rows import PromptRow, find_columns, no_column
 from verl.data.sources import FileRows
 from verl.data.tables import open_tables
 from verl.errors import DataError
@@ -225,12 +224,7 @@ def _rows(
 ) -> tuple[list[PromptRow], list[list[str]]]:
     tables = open_tables(expand_files([data], "--data"))
     columns = list(dict.fromkeys(name for table in tables for name in table.columns))
-    for name, option in ((prompt_key, "--prompt-key"), (answer_key, "--answer-key")):
-        if name is not None and name not in columns:
-            raise _no_column(option, name, columns)
-    key = prompt_key or next((name for name in PROMPT_COLUMNS if name in columns), "prompt")
-    has_truth = answer_key or "reward_model" in columns or any(name in columns for name in TRUTH_COLUMNS)
-    config = DataConfig(train_files=["-"], prompt_key=key, answer_key=answer_key if has_truth else key)
+    _, _, config = find_columns(columns, prompt_key, answer_key)
     source = FileRows(data, config, "--data")
     rows = [row for row in source.read(0, len(source)) if isinstance(row, PromptRow)][:limit]
     if not rows:
@@ -284,13 +278,7 @@ def _row_of(record: Mapping[str, Any], truth: Any, where: str, number: int) -> P
 
 def _records(path: str) -> list[tuple[dict[str, Any], str]]:
     tables = open_tables(expand_files([path], "--responses"))
-    return [
-        (record.values, str(record))
-        for table in tables
-        for start in range(0, len(table), 1024)
-        for record in table.read(start, start + 1024)
-        if not record.problem
-    ]
+    return [(record.values, str(record)) for table in tables for record in table if not record.problem]
 
 
 def _texts(record: Mapping[str, Any], key: str | None, where: str) -> list[str]:
@@ -298,7 +286,7 @@ def _texts(record: Mapping[str, Any], key: str | None, where: str) -> list[str]:
     name = next((name for name in names if record.get(name) is not None), None)
     if name is None:
         if key is not None:
-            raise _no_column("--response-key", key, list(record))
+            raise no_column("--response-key", key, list(record))
         fix = f"columns: {', '.join(record)}; name it with --response-key"
         raise DataError("There is no response.", where, fix)
     value = record[name]
@@ -306,8 +294,3 @@ def _texts(record: Mapping[str, Any], key: str | None, where: str) -> list[str]:
     if not all(isinstance(text, str) for text in texts):
         raise DataError("A response is no text.", f"{where}: {value!r}"[:200], "give text, or a list of texts")
     return texts
-
-
-def _no_column(option: str, name: str, columns: Sequence[str]) -> DataError:
-    fix = f"{did_you_mean(name, columns)}columns: {', '.join(columns)}"
-    return DataError(f"{option} names a column that is not there.", name, fix)
