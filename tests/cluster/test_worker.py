@@ -245,8 +245,12 @@ def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("verl.cluster.threads.available_cores", lambda: 7)
     shared = {"ppo_mini_batch_size": 2, "world_size": 3}
     assert worker_threads(config_of(tiny_model_dir, actor=shared, cluster={"threads": None, "backend": "ray"})) == 2
-    monkeypatch.delenv("MKL_CBWR", raising=False)
+    for name in ("MKL_CBWR", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
     environment = worker_environment(3)
+    assert 0 < int(environment["GOMP_SPINCOUNT"]) < 10**5 and environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # the user's own word
+    assert "GOMP_SPINCOUNT" not in worker_environment(3) and worker_environment(3)["OMP_WAIT_POLICY"] == "ACTIVE"
     assert {environment[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
     assert environment["MKL_CBWR"] == "AUTO,STRICT"  # without it rows of a float32 matmul depend on their number
 

@@ -6,6 +6,9 @@ import os
 
 from verl.config import Config, SupervisedConfig
 
+# How threads wait for work; the count, of looks before they sleep, is GNU's alone.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+
 
 def available_cores() -> int:
     """Cores that this process may use."""
@@ -21,13 +24,16 @@ def worker_threads(config: Config | SupervisedConfig) -> int:
 def worker_environment(threads: int) -> dict[str, str]:
     """Environment of a worker process.
 
-    Over-subscribed OpenMP threads cost more than any other setting here; waiting passively halves the loss where
-    something else keeps the cores busy, and costs nothing where not. MKL's strict reproducible mode makes a row of a
-    float32 matmul independent of the number of rows (parity law).
+    Over-subscribed OpenMP threads cost more than any other setting here, and one that waits actively keeps others from
+    the core that would end its wait. But one that sleeps at once may be woken on the core of the thread it worked for,
+    where they take turns: generation then gains nothing from a second core. So a thread looks for some tenths of a
+    millisecond, which most gaps between two operators are shorter than, and then sleeps. MKL's strict reproducible mode
+    makes a row of a float32 matmul independent of the number of rows (parity law).
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    waiting = {name: os.environ[name] for name in WAITING if name in os.environ} or WAITING
     return {name: str(threads) for name in names} | {
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        **waiting,
         "MKL_CBWR": os.environ.get("MKL_CBWR", "AUTO,STRICT"),
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -121,7 +121,7 @@ class EmbeddedEngine:
             request.sampling.check_ids(self._sampler.vocabulary)
         self._refused += self.scheduler.submit(requests)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[Result]:
         if self._refused:
             refused, self._refused = self._refused, []
