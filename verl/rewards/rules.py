@@ -33,7 +33,7 @@ from verl.rewards.text_rules import (
 )
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
-Rule = Callable[..., Any]  # the dict, or (code) a coroutine of it
+Rule = Callable[..., dict[str, Any]]
 
 LONGEST_ANSWER = 200  # characters; what is longer is scored as it is, and is a text rather than an answer
 
