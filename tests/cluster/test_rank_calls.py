@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ray.exceptions import RayActorError, RayTaskError
 
 from verl.cluster import ray_worker
-from verl.cluster.ray_worker import RayWorkers, share_requests
+from verl.cluster.ray_worker import RayWorkers, Watch, share_requests
 from verl.errors import CheckpointError, RanksLostError, WorkerDiedError
 from verl.rollout.protocol import Request, SamplingParams, Slot
 
@@ -54,11 +54,13 @@ def task_error(cause: Exception) -> RayTaskError:
     return RayTaskError("update_actor", "a traceback", cause)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, answers: list[Any], never: tuple[Any, ...] = (), kills: int = 0) -> None:
+def failing(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], never: tuple[Any, ...] = (), kills: int = 0, roles: str = ""
+) -> None:
     counts = iter([0, kills])
     monkeypatch.setattr(ray_worker, "memory_kills", lambda: next(counts))
     monkeypatch.setattr(ray_worker, "ray", FakeRay(never))
-    workers = RayWorkers([None] * len(answers), print)
+    workers = RayWorkers([None] * len(answers), roles, Watch(60, print, print))
     workers._answers("update_actor", answers)
 
 
@@ -69,6 +71,14 @@ def test_a_death_is_the_cause_whatever_came_first(monkeypatch: pytest.MonkeyPatc
     assert not isinstance(caught.value, RanksLostError) and not caught.value.bad_input
     with pytest.raises(WorkerDiedError, match=r"rank 1 was killed by the kernel .* ran out of memory \(SIGKILL\)"):
         failing(monkeypatch, [lost, RayActorError()], kills=1)
+    with pytest.raises(WorkerDiedError, match="^rank 1 of critic died during update_actor"):
+        failing(monkeypatch, [lost, RayActorError()], roles="critic")
+
+
+def test_a_defect_is_told_with_its_place_and_the_remote_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="training rank 1 failed during update_actor: KeyError: 'x'") as caught:
+        failing(monkeypatch, ["fine", task_error(KeyError("x"))])
+    assert "a traceback" in str(caught.value.__cause__)
 
 
 def test_a_faults_own_words_come_before_what_follows_from_it(monkeypatch: pytest.MonkeyPatch) -> None:

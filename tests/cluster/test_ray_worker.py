@@ -28,14 +28,15 @@ set_environment(1)  # as the command line does for a run over Ray
 import numpy as np
 import ray
 import torch
-from verl.cluster.ray_worker import started_workers
+from verl.cluster.start import start_workers
 from verl.errors import VerlError
 from verl.protocol import DataProto
 
 found = {"controller_threads": torch.get_num_threads()}
-with started_workers(config, lambda line: None) as worker:
-    parity = worker.setup()
-    found["parity"] = [parity.tokens, parity.differing]
+lines, events = [], []
+with start_workers(config, lines.append, None, lambda *event: events.append(event)) as roles:
+    worker = roles.policy.worker
+    found["parity"] = lines[-1]
     call = lambda work: ray.get(worker._actors[0].__ray_call__.remote(work), timeout=60)
     found["worker_threads"] = call(lambda self: __import__("torch").get_num_threads())
     found["worker_omp"] = call(lambda self: __import__("os").environ["OMP_NUM_THREADS"])
@@ -64,6 +65,13 @@ with started_workers(config, lambda line: None) as worker:
         call(lambda self: 1 / 0)
     except ZeroDivisionError:
         found["foreign_error"] = True
+
+    worker._answers("dream", [worker._actors[0].__ray_call__.remote(lambda self: __import__("time").sleep(2.5))])
+    found["stalled"] = events
+    try:
+        worker._answers("divide", [worker._actors[0].__ray_call__.remote(lambda self: 1 / 0)])
+    except RuntimeError as error:
+        found["defect"] = [str(error), str(error.__cause__)]
 
     probe = Path(sys.argv[2])
     address = ray.get_runtime_context().gcs_address
@@ -107,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dic
         "rollout": {"n": 2},
         "algorithm": {"adv_estimator": "grpo"},
         "trainer": {"device": "cpu"},
-        "cluster": {"backend": "ray", "threads": THREADS},
+        "cluster": {"backend": "ray", "threads": THREADS, "stall_seconds": 1},
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(tree), str(probe)],
@@ -133,8 +141,7 @@ def test_threads_of_worker_and_controller(found: dict[str, Any]) -> None:
 
 
 def test_law_3_holds_in_the_worker_process(found: dict[str, Any]) -> None:
-    tokens, differing = found["parity"]
-    assert tokens > 0 and differing == 0
+    assert found["parity"].startswith("engine and trainer agree to the bit")
 
 
 def test_tensors_come_out_of_the_object_store_without_a_copy(found: dict[str, Any]) -> None:
@@ -146,6 +153,20 @@ def test_errors_come_out_as_they_were_raised(found: dict[str, Any]) -> None:
     kind, what = found["error"]
     assert kind in ("CheckpointError", "DataError") and "/no/such" not in what and what
     assert found["foreign_error"]
+
+
+def test_a_long_wait_is_logged_with_the_stack_of_the_silent_process(found: dict[str, Any]) -> None:
+    events = [event for event in found["stalled"] if "dream" in event[2]]
+    assert len(events) == 2  # every second of two and a half
+    kind, subject, detail = events[0]
+    assert (kind, subject) == ("stalled", "the worker process")
+    assert detail.startswith("no answer to dream for 1 s\n") and "in <lambda>" in detail
+
+
+def test_a_defect_is_told_with_its_place_and_the_remote_traceback(found: dict[str, Any]) -> None:
+    said, cause = found["defect"]
+    assert said == "the worker process failed during divide: ZeroDivisionError: division by zero"
+    assert "in <lambda>" in cause and cause.endswith("ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize("client", ["without", "wrong"])

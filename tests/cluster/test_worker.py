@@ -11,7 +11,7 @@ import torch
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.start import start_workers
-from verl.cluster.threads import available_cores, worker_environment, worker_threads
+from verl.cluster.threads import available_cores, process_threads, worker_environment
 from verl.cluster.worker import Worker, choose_device, limits_of
 from verl.config import Config, build_config
 from verl.errors import CheckpointError, ClusterError, ConfigError
@@ -150,9 +150,8 @@ def test_b048_float16_trains_and_its_scale_survives_a_checkpoint(tmp_path: Path,
 
 def test_roles_that_the_algorithm_needs_and_no_others(tiny_model_dir: Path) -> None:
     grpo = ready(config_of(tiny_model_dir, algorithm={"adv_estimator": "grpo"}))
-    assert grpo._critic is None and grpo._reference is None
+    assert not hasattr(grpo, "_critic") and not hasattr(grpo, "_reference")
     ppo = ready(config_of(tiny_model_dir, algorithm={"adv_estimator": "gae", "use_kl_in_reward": True}))
-    assert ppo._critic is not None and ppo._reference is not None
     assert {p.dtype for n, p in ppo._critic.model.named_parameters() if not n.startswith("value_head")} == {
         torch.bfloat16
     }
@@ -216,7 +215,7 @@ def test_b152_more_threads_than_cores_are_refused_at_once(tiny_model_dir: Path, 
     wanted = available_cores() + 62
     config = config_of(tiny_model_dir, cluster={"backend": backend, "threads": wanted})
     with (
-        pytest.raises(ClusterError, match="cluster.threads is more than the cores") as caught,
+        pytest.raises(ClusterError, match="more was asked for than this machine has") as caught,
         start_workers(config, print),
     ):
         pass
@@ -234,17 +233,17 @@ def test_several_machines_are_refused_and_several_ranks_inline(tiny_model_dir: P
     config = config_of(
         tiny_model_dir, data={"train_batch_size": 2 * cores}, actor=many, cluster={"backend": "ray", "threads": None}
     )
-    with pytest.raises(ClusterError, match="more than the cores") as caught, start_workers(config, print):
+    with (
+        pytest.raises(ClusterError, match="more was asked for than this machine has") as caught,
+        start_workers(config, print),
+    ):
         pass
-    assert caught.value.value == f"wanted {4 * cores} CPU ({4 * cores} ranks), available {cores}"
+    assert caught.value.value == f"wanted {4 * cores} CPU, available {cores}"
 
 
 def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker_threads(config_of(tiny_model_dir, cluster={"threads": None})) == available_cores()
-    assert worker_threads(config_of(tiny_model_dir, cluster={"threads": 1})) == 1
-    monkeypatch.setattr("verl.cluster.threads.available_cores", lambda: 7)
-    shared = {"ppo_mini_batch_size": 2, "world_size": 3}
-    assert worker_threads(config_of(tiny_model_dir, actor=shared, cluster={"threads": None, "backend": "ray"})) == 2
+    assert process_threads(config_of(tiny_model_dir, cluster={"threads": None})) == available_cores()
+    assert process_threads(config_of(tiny_model_dir, cluster={"threads": 1})) == 1
     for name in ("MKL_CBWR", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     environment = worker_environment(3)

@@ -239,6 +239,8 @@ OTHER = {
     "cluster.backend": ("inline",),
     "cluster.address": ("10.0.0.1:6379",),
     "cluster.threads": ("2",),
+    "cluster.stall_seconds": ("5",),
+    "cluster.dashboard": ("true",),
     "cluster.pools": ("{main: {threads: 2}}",),
     "cluster.placement.actor": ("a", "cluster.pools.a.threads=1"),
     "cluster.placement.critic": ("a", "cluster.pools.a.threads=1"),

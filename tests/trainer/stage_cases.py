@@ -109,6 +109,7 @@ class StubRole:
     answer: Answer | None = None
     log: list[tuple[str, DataProto, Denominators]] = field(default_factory=list)
     name: str = "actor"
+    worker: object = None  # one for all: calls come one after another
 
     def log_probs(self, batch: DataProto) -> DataProto:
         assert self.answer is not None, f"{self.name} was asked and should not be"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stage_cases import StubRole, column, hand_batch, stub_roles, tiny_config, write_reward
 
-from verl.cluster.roles import Roles
+from verl.cluster.roles import Roles, SharedRollout
 from verl.cluster.worker import Worker
 from verl.config import Config
 from verl.data.dataset import PromptDataset
@@ -112,7 +112,7 @@ def test_remax_of_the_stage(tmp_path: Path) -> None:
 def real(config: Config) -> tuple[Roles, Sampler, PromptLoader]:
     worker = Worker(config)
     parity = worker.setup()
-    roles = Roles.in_one_worker(worker, reference=False, critic=config.uses_critic, exact_rollout=parity.exact)
+    roles = Roles.of(dict.fromkeys(config.roles, worker), SharedRollout(worker), parity.exact)
     tokenizer = load_tokenizer(config.model.path)
     loader = PromptLoader(PromptDataset.load(config.data.train_files, config.data, tokenizer), 4)
     return roles, Sampler(config.training_sampling, config, tokenizer), loader

@@ -13,7 +13,7 @@ from stage_cases import column, hand_batch, stub_roles, tiny_config, updates, wr
 
 from verl.algorithms.metric import reduce_metrics
 from verl.checkpoint.store import CheckpointStore
-from verl.cluster.roles import Roles
+from verl.cluster.roles import Roles, SharedRollout
 from verl.cluster.worker import Worker
 from verl.config import Config
 from verl.data.loader import PromptDataset, PromptLoader
@@ -222,12 +222,7 @@ class Stage:
         self.config = config
         self.worker = Worker(config)
         self.parity = self.worker.setup()
-        self.roles = Roles.in_one_worker(
-            self.worker,
-            reference=config.uses_reference,
-            critic=config.uses_critic,
-            exact_rollout=self.parity.exact,
-        )
+        self.roles = Roles.of(dict.fromkeys(config.roles, self.worker), SharedRollout(self.worker), self.parity.exact)
         self.tokenizer = load_tokenizer(config.model.path)
         self.loader = PromptLoader(
             PromptDataset.load(config.data.train_files, config.data, self.tokenizer), config.data.train_batch_size

@@ -58,11 +58,11 @@ def _train(arguments: argparse.Namespace, schema: Callable[[], type[SupervisedCo
             None,
             "give a file such as examples/tiny/sft.yaml, or settings: model.path=... data.train_files=...",
         )
-    from verl.cluster.threads import set_environment, worker_threads
+    from verl.cluster.threads import process_threads, set_environment
     from verl.config import load_supervised
 
     config, notices = load_supervised(schema(), source, overrides)
-    set_environment(worker_threads(config))  # before torch is imported
+    set_environment(process_threads(config))  # before torch is imported
 
     from rich.console import Console
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.config import Config
-from verl.config.schema_cluster import TRAINED
+from verl.config.schema_cluster import TRAINED, PoolConfig
 from verl.errors import ClusterError
 
 GIB = 2**30
@@ -54,6 +54,11 @@ class Group(ProcessSpec):
 
     roles: frozenset[str]
 
+    @property
+    def named_roles(self) -> str:
+        """In words."""
+        return ", ".join(role for role in (*TRAINED, "rollout") if role in self.roles)
+
 
 @dataclass(frozen=True)
 class WorkerSpec(ProcessSpec):
@@ -70,11 +75,13 @@ class Plan:
         groups: the actor's first.
         rollout: pools of rollout workers; none: the actor's group samples.
         overlap: rollout goes on while the groups train.
+        most_workers: rollout workers that there may be at a time.
     """
 
     groups: tuple[Group, ...]
     rollout: tuple[WorkerSpec, ...]
     overlap: bool
+    most_workers: int
 
     def group_of(self, role: str) -> Group:
         """The group that has a role; the run must have it."""
@@ -89,13 +96,18 @@ class Plan:
 
     def describe(self) -> list[str]:
         """A line for each pool."""
-        named = [(", ".join(role for role in (*TRAINED, "rollout") if role in g.roles), g) for g in self.groups]
-        return [f"{spec.pool}: {roles}: {_words(spec)}" for roles, spec in named] + [
+        return [f"{group.pool}: {group.named_roles}: {_words(group)}" for group in self.groups] + [
             f"{spec.pool}: rollout: {_words(spec)}" for spec in self.rollout
         ]
 
+    def cpus(self) -> int:
+        """That are reserved for all processes, also for rollout workers that may come later."""
+        workers = [spec.threads for spec in self.rollout for _ in range(spec.count)]
+        workers += [max(workers, default=0)] * (self.most_workers - len(workers))
+        return sum(group.count * group.threads for group in self.groups) + sum(workers)
 
-def make_plan(config: Config, cores: int, gpus: int) -> Plan:
+
+def make_plan(config: Config, cores: int, gpus: int, reserved: bool = False) -> Plan:
     """The processes of a run.
 
     Threads that nobody chose are the cores, shared equally by the processes that compute at the same time: roles in
@@ -105,6 +117,7 @@ def make_plan(config: Config, cores: int, gpus: int) -> Plan:
 
     Args:
         cores, gpus: that the run may use; those of one machine.
+        reserved: cores are reserved for every process, as if all computed at the same time: a cluster of others.
     """
     place, inline = config.cluster.placement, config.cluster.backend == "inline"
     pools: dict[str, set[str]] = {place.actor: set()}
@@ -116,9 +129,10 @@ def make_plan(config: Config, cores: int, gpus: int) -> Plan:
         pools[place.actor].add("rollout")
 
     def spec(name: str, modelless: bool = False) -> dict[str, Any]:
-        pool = config.cluster.pool(name)
+        pool = PoolConfig() if inline else config.cluster.pool(name)
         device, share = pool.device or config.trainer.device, pool.gpus
-        if device == "cpu" or (device == "auto" and (not gpus or config.trainer.n_gpus_per_node == 0)):
+        asked = config.trainer.n_gpus_per_node if name == place.actor else "auto"
+        if device == "cpu" or (device == "auto" and (asked == 0 or (asked == "auto" and not gpus))):
             share = 0.0 if device == "cpu" else share or 0.0
         elif share is None:
             share = float(not modelless)
@@ -155,19 +169,26 @@ def make_plan(config: Config, cores: int, gpus: int) -> Plan:
                 **spec(name, roles == {"reward"} and no_model),
             ),
         )
-    plan = Plan(tuple(groups), rollout, overlap)
-    more = max(0, (config.rollout.max_workers or 0) - sum(spec.count for spec in rollout))  # that may come later
+    first = sum(spec.count for spec in rollout)
+    most = max(first, config.rollout.max_workers or 0) if rollout else 0
+    plan = Plan(tuple(groups), rollout, overlap or reserved, most)
     threads: dict[str, int] = {}
     for phase in plan.phases():
         open_ = [p for p in phase if not p.threads]
         left = cores - sum(p.count * p.threads for p in phase)
-        sharing = sum(p.count for p in open_) + more * any(isinstance(p, WorkerSpec) for p in open_)
+        sharing = sum(p.count for p in open_) + (most - first) * any(isinstance(p, WorkerSpec) for p in open_)
         threads |= {p.pool: max(1, left // sharing) for p in open_}
 
     def settled(process: Any) -> Any:
         return replace(process, threads=process.threads or threads[process.pool])
 
-    return Plan(tuple(map(settled, plan.groups)), tuple(map(settled, plan.rollout)), overlap)
+    return replace(plan, groups=tuple(map(settled, plan.groups)), rollout=tuple(map(settled, plan.rollout)))
+
+
+def whole_run(config: Config, cores: int) -> Group:
+    """All roles in one process, as inline."""
+    inline = config.cluster.model_copy(update={"backend": "inline"})
+    return make_plan(config.model_copy(update={"cluster": inline}), cores, 0).groups[0]
 
 
 def crowded(plan: Plan, cores: int) -> int:
@@ -238,7 +259,11 @@ def _fix(plan: Plan, short: Mapping[str, tuple[float, float]], shared: bool) -> 
             )
         fixes.append("lower cluster.threads, and threads in cluster.pools, or leave them out to share the cores")
     if "GPU" in short:
-        fixes.append("set trainer.device=cpu, or device, gpus or processes of the pools that can do with less")
+        fewer = (
+            f"trainer.nnodes=1 and trainer.n_gpus_per_node={int(short['GPU'][1])}, or " if short["GPU"][1] >= 1 else ""
+        )
+        pools = "" if len(plan.groups) + len(plan.rollout) == 1 else ", or device, gpus and processes of cluster.pools"
+        fixes.append(f"set {fewer}trainer.device=cpu{pools}")
     if short.keys() - {"CPU", "GPU"}:
         fixes.append("lower what cluster.pools asks for" + ("" if not shared else ", or join a cluster that has it"))
     return "; ".join(fixes)

@@ -1,58 +1,86 @@
-"""Workers over Ray: a local Ray that lives and dies with the run, or a running cluster by its address."""
+"""A worker group as the controller sees it: explicit calls to its processes over Ray, and what their ends mean."""
 
 from __future__ import annotations
 
-import logging
+import faulthandler
 import os
-import secrets
-import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric, merge_all
-from verl.cluster.threads import worker_environment, worker_threads
-from verl.config import Config
+from verl.cluster.start import EventLog
 from verl.data.balancing import karmarkar_karp
 from verl.errors import ClusterError, RanksLostError, VerlError, WorkerDiedError
 from verl.protocol import DataProto
 from verl.rollout.parity import ParityReport
 from verl.rollout.protocol import EngineStats, Request, Result
 
-NOTICE_SECONDS = 600.0  # a call that takes longer is named, with what is waited for
 GRACE_SECONDS = 5.0  # after a failure, for the other ranks
-LISTENER_SECONDS = 10.0
-REAPER_SECONDS = 5.0
-OBJECT_STORE_BYTES = 2 * 2**30
+DUMP_SECONDS = 0.5
+MOST_OF_A_DUMP = 8000  # characters
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What becomes of long waits: after ``stall_seconds`` they are told and logged."""
+
+    stall_seconds: float
+    report: Callable[[str], None]
+    log: EventLog
 
 
 class RayWorkers:
-    """Stand-in for :class:`verl.cluster.worker.Worker` in other processes, one or several training ranks.
+    """Stand-in for :class:`verl.cluster.worker.Worker` in other processes, one or several ranks of a group.
 
     Every call waits for the answers of all. Ranks get whole batches, which lie in the object store once, and find
-    their own rows; requests are shared out here.
+    their own rows; requests are shared out here. Calls from several threads take turns.
+
+    Args:
+        roles: of the group, in words; empty where it is the only one.
     """
 
-    def __init__(self, actors: list[Any], report: Callable[[str], None]) -> None:
-        self._actors, self._report = actors, report
+    def __init__(self, actors: list[Any], roles: str, watch: Watch) -> None:
+        self._actors, self._roles, self._watch = actors, roles, watch
+        self._stacks: list[tuple[str, int, int]] = []
         self._kills = memory_kills()
+        self._turn = threading.Lock()
 
-    def setup(self) -> ParityReport:
-        return ParityReport.total(self._answers("setup", [actor.setup.remote() for actor in self._actors]))
+    def await_processes(self, seconds: float) -> None:
+        """Until all have started.
+
+        Raises:
+            ClusterError: not within that time.
+        """
+        try:
+            self._stacks = ray.get([a.__ray_call__.remote(dumpable) for a in self._actors], timeout=max(0.0, seconds))
+        except GetTimeoutError as error:
+            raise ClusterError(
+                f"{self._who(0)} did not start within cluster.start_timeout",
+                None,
+                "raise cluster.start_timeout, or look into Ray's logs (/tmp/ray/session_latest/logs)",
+            ) from error
+
+    def end(self) -> None:
+        """Kill the processes, and let calls under way in other threads end with them."""
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._turn.acquire(timeout=GRACE_SECONDS):
+            self._turn.release()
+
+    def setup(self) -> ParityReport | None:
+        reports = self._answers("setup", [actor.setup.remote() for actor in self._actors])
+        return None if reports[0] is None else ParityReport.total(reports)
 
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
         shares = share_requests(requests, len(self._actors))
@@ -135,39 +163,79 @@ class RayWorkers:
         found: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         started = time.monotonic()
-        while ranks:
-            wait = GRACE_SECONDS if failures else NOTICE_SECONDS
-            done, _ = ray.wait(list(ranks), timeout=wait, num_returns=1)
-            if not done:
-                if failures:
-                    break
-                self._report(f"still waiting for the worker's {call}, for {time.monotonic() - started:.0f} s")
-            for reference in done:
-                rank = ranks.pop(reference)
-                try:
-                    found[rank] = ray.get(reference)
-                except (RayTaskError, RayActorError) as error:
-                    failures[rank] = error
+        with self._turn:
+            while ranks:
+                wait = GRACE_SECONDS if failures else self._watch.stall_seconds
+                done, _ = ray.wait(list(ranks), timeout=wait, num_returns=1)
+                if not done:
+                    if failures:
+                        break
+                    self._tell_stall(call, list(ranks.values()), time.monotonic() - started)
+                for reference in done:
+                    rank = ranks.pop(reference)
+                    try:
+                        found[rank] = ray.get(reference)
+                    except (RayTaskError, RayActorError) as error:
+                        failures[rank] = error
         if failures:
             rank = min(failures, key=lambda rank: (_distance(failures[rank]), rank))
             self._raise(call, rank, failures[rank])
         return [found[rank] for rank in range(len(references))]
 
+    def _who(self, rank: int) -> str:
+        if self._roles:
+            return f"rank {rank} of {self._roles}" if len(self._actors) > 1 else f"the process of {self._roles}"
+        return "the worker process" if len(self._actors) == 1 else f"training rank {rank}"
+
+    def _tell_stall(self, call: str, silent: list[int], seconds: float) -> None:
+        for rank in silent:
+            waiting = f"no answer to {call} for {seconds:.0f} s"
+            self._watch.report(f"still waiting for {self._who(rank)}: {waiting}; its stack is in events.log")
+            stack = stack_of(*self._stacks[rank]) if self._stacks else ""
+            self._watch.log("stalled", self._who(rank), f"{waiting}\n{stack}".rstrip())
+
     def _raise(self, call: str, rank: int, error: Exception) -> NoReturn:
+        who = self._who(rank)
         if isinstance(error, RayTaskError):
+            error.add_note(f"in {who}, during {call}")
             if isinstance(error.cause, VerlError):
                 raise error.cause from error
-            raise error
-        name = "the worker process" if len(self._actors) == 1 else f"training rank {rank}"
+            raise RuntimeError(f"{who} failed during {call}: {type(error.cause).__name__}: {error.cause}") from error
         fix = (
             "if memory ran out, lower rollout.max_num_seqs or actor.ppo_max_token_len_per_gpu; "
             "start the same command again to go on from the last checkpoint"
         )
         if memory_kills() > self._kills:
-            what = f"{name} was killed by the kernel during {call}: the machine ran out of memory (SIGKILL)"
+            what = f"{who} was killed by the kernel during {call}: the machine ran out of memory (SIGKILL)"
         else:
-            what = f"{name} died during {call}"
+            what = f"{who} died during {call}"
         raise WorkerDiedError(what, str(error).strip().splitlines()[-1], fix) from error
+
+
+def dumpable(worker: object) -> tuple[str, int, int]:
+    """Run in a worker process: have SIGUSR1 write the stacks of its threads into a file without a name.
+
+    Returns:
+        Ray's node, process id, and the file's descriptor there, for :func:`stack_of`.
+    """
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
+    worker.stacks = file  # type: ignore[attr-defined]
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    return ray.get_runtime_context().get_node_id(), os.getpid(), file.fileno()
+
+
+def stack_of(node: str, process: int, descriptor: int) -> str:
+    """What a process of this machine is doing: the Python stacks of its threads, now."""
+    if node != ray.get_runtime_context().get_node_id():
+        return "(on another machine: no stack)"
+    path = Path(f"/proc/{process}/fd/{descriptor}")
+    try:
+        before = path.stat().st_size
+        os.kill(process, signal.SIGUSR1)
+        time.sleep(DUMP_SECONDS)
+        return path.read_bytes()[before:].decode(errors="replace")[:MOST_OF_A_DUMP]
+    except OSError as error:
+        return f"(no stack: {error})"
 
 
 def _distance(error: Exception) -> int:
@@ -201,167 +269,3 @@ def share_requests(requests: list[Request], ranks: int) -> list[list[int]]:
         for unit in units
     ]
     return [sorted(place for unit in bin_ for place in units[unit]) for bin_ in karmarkar_karp(room, ranks)]
-
-
-@contextmanager
-def started_workers(config: Config, report: Callable[[str], None]) -> Iterator[RayWorkers]:
-    """A worker process for each training rank, with its share of the cores, on one machine.
-
-    Raises:
-        ClusterError: Ray cannot be started or reached, or lacks the resources; within ``cluster.start_timeout``.
-    """
-    from verl.cluster.worker import Worker
-
-    threads, ranks = worker_threads(config), config.ranks or 1
-    meeting = Path(tempfile.gettempdir()) / f"verl-ranks-{secrets.token_hex(16)}"
-    reaper: subprocess.Popen[bytes] | None = None
-    try:
-        if config.cluster.address is None:
-            reaper = _start_reaper()
-        with _own_sigterm():
-            _start_ray(config, threads * ranks)
-        _require_resources(config, threads * ranks)
-        options: dict[str, Any] = {"num_cpus": threads, "num_gpus": int(_gpus(config) > 0), "max_restarts": 0}
-        options["runtime_env"] = {"env_vars": worker_environment(threads)}
-        if ranks > 1:
-            options["scheduling_strategy"] = _on_one_machine(options, ranks, config.cluster.start_timeout)
-        remote = ray.remote(Worker).options(**options)
-        actors = [remote.remote(config, None, rank, str(meeting / "ranks")) for rank in range(ranks)]
-        _await_processes(actors, config.cluster.start_timeout)
-        try:
-            yield RayWorkers(actors, report)
-        finally:
-            for actor in actors:
-                ray.kill(actor)
-    finally:
-        ray.shutdown()
-        shutil.rmtree(meeting, ignore_errors=True)
-        if reaper is not None:
-            with suppress(subprocess.TimeoutExpired):
-                reaper.communicate(b".", timeout=REAPER_SECONDS)
-
-
-def _on_one_machine(options: dict[str, Any], ranks: int, seconds: float) -> PlacementGroupSchedulingStrategy:
-    """Ranks meet over a file and the loopback interface."""
-    bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
-    group = placement_group([{k: v for k, v in bundle.items() if v}] * ranks, strategy="STRICT_PACK")
-    if not group.wait(seconds):
-        raise ClusterError(
-            "no machine of the Ray cluster has room for all training ranks within cluster.start_timeout",
-            f"{ranks} ranks x {bundle['CPU']} CPU" + (", 1 GPU each" if bundle["GPU"] else ""),
-            "lower actor.world_size or cluster.threads",
-        )
-    return PlacementGroupSchedulingStrategy(group)
-
-
-def _start_reaper() -> subprocess.Popen[bytes]:
-    """Watches over the local Ray: see :mod:`verl.cluster.reaper`. It ends with this process, however that ends."""
-    return subprocess.Popen(
-        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keep the process's own reaction to SIGTERM: Ray sets its own, which skips our clean-up and says nothing."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:  # what Ray makes of a SIGTERM while it starts
-        if callable(handler):
-            handler(signal.SIGTERM, None)
-        raise
-    finally:
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-
-
-def _start_ray(config: Config, threads: int) -> None:
-    address = config.cluster.address
-    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
-    if address is None:
-        # Ray listens on all interfaces whatever its node address: nobody without this token gets an answer. It is
-        # handed down in the environment, which other users cannot read, and never touches a file. Ray turns token
-        # mode on by itself (it reads its environment when it is imported, so that setting the mode here is too late),
-        # and keeps the first token that it saw in a process.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options |= {"num_cpus": threads, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    else:
-        _require_listener(address)
-    try:
-        ray.init(address=address or "local", **options)
-    except Exception as error:
-        raise ClusterError(
-            f"Ray could not be {'reached' if address else 'started'}: {error}",
-            address,
-            "check cluster.address" if address else "run with cluster.backend=inline to do without Ray",
-        ) from error
-    if address is None and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        raise ClusterError(
-            "the local Ray does not ask for a token, so anybody who reaches this machine could run code in it",
-            f"RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')}",
-            "unset RAY_AUTH_MODE, or run with cluster.backend=inline",
-        )
-
-
-def _require_listener(address: str) -> None:
-    """Ask whether anybody answers at ``host:port``; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if address == "auto":
-        return
-    if not host or not port.isdigit() or "://" in address:
-        raise ClusterError(
-            "cluster.address is not the address of a Ray cluster", address, "give host:port, as `ray start` prints it"
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=LISTENER_SECONDS).close()
-    except OSError as error:
-        raise ClusterError(
-            f"nobody answers at cluster.address: {error}",
-            address,
-            "start a cluster there (ray start --head), or leave cluster.address out for a local Ray",
-        ) from error
-
-
-def _gpus(config: Config) -> int:
-    """GPUs of all workers: one each where they are to compute on them."""
-    device, wanted = config.trainer.device, config.trainer.n_gpus_per_node != 0
-    used = device == "cuda" or (device == "auto" and wanted and ray.cluster_resources().get("GPU", 0) >= 1)
-    return (config.ranks or 1) * used
-
-
-def _require_resources(config: Config, threads: int) -> None:
-    """What the cluster does not have at all is refused at once; waiting would not bring it."""
-    there = ray.cluster_resources()
-    cores, gpus = there.get("CPU", 0), there.get("GPU", 0)
-    if cores < threads:
-        raise ClusterError(
-            "the Ray cluster has fewer CPUs than the workers need",
-            f"wanted {threads} CPU, available {cores:g}",
-            f"set cluster.threads={int(cores) // (config.ranks or 1)} or less",
-        )
-    if _gpus(config) > gpus:
-        raise ClusterError(
-            "more GPUs were asked for than the Ray cluster has",
-            f"wanted {_gpus(config)} GPU, available {gpus:g}",
-            "set trainer.device=cpu",
-        )
-
-
-def _await_processes(actors: list[Any], seconds: float) -> None:
-    try:
-        ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=seconds)
-    except GetTimeoutError as error:
-        free = ray.available_resources()
-        raise ClusterError(
-            f"no worker process within cluster.start_timeout ({seconds:g} s)",
-            f"free in the cluster: {free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU",
-            "free resources, lower cluster.threads, or raise cluster.start_timeout",
-        ) from error

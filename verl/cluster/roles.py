@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +14,8 @@ from verl.rollout.protocol import EngineStats, Request, Result, Slot
 
 
 class WorkerCalls(Protocol):
-    """What a process with all roles answers to: :class:`verl.cluster.worker.Worker`, or its stand-in over Ray."""
+    """What a group of processes answers to, those of its roles: :class:`verl.cluster.worker.Worker`, or its stand-in
+    over Ray."""
 
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]: ...
     def publish(self, version: int) -> None: ...
@@ -159,21 +161,30 @@ class Roles:
     exact_rollout: bool
 
     @classmethod
-    def in_one_worker(cls, worker: WorkerCalls, *, reference: bool, critic: bool, exact_rollout: bool) -> Roles:
+    def of(cls, workers: Mapping[str, WorkerCalls], rollout: Rollout, exact_rollout: bool) -> Roles:
+        """Of the worker that each role of the run is in."""
         return cls(
-            policy=Policy(worker),
-            rollout=SharedRollout(worker),
-            scorer=Scorer(worker),
-            reference=Reference(worker) if reference else None,
-            critic=Critic(worker) if critic else None,
+            policy=Policy(workers["actor"]),
+            rollout=rollout,
+            scorer=Scorer(workers["reward"]),
+            reference=Reference(workers["reference"]) if "reference" in workers else None,
+            critic=Critic(workers["critic"]) if "critic" in workers else None,
             exact_rollout=exact_rollout,
         )
 
+    def _workers(self) -> list[WorkerCalls]:
+        """Each once."""
+        holders = (self.policy, self.scorer, self.reference, self.critic)
+        return list({id(holder.worker): holder.worker for holder in holders if holder is not None}.values())
+
     def peak_memory_gb(self) -> float:
-        return self.policy.worker.peak_memory_gb()
+        """Of the process that had the most."""
+        return max(worker.peak_memory_gb() for worker in self._workers())
 
     def save(self, folder: str) -> None:
-        self.policy.worker.save(folder)
+        for worker in self._workers():
+            worker.save(folder)
 
     def load(self, folder: str) -> None:
-        self.policy.worker.load(folder)
+        for worker in self._workers():
+            worker.load(folder)

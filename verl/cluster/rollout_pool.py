@@ -13,10 +13,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from verl.cluster.groups import ray_options
 from verl.cluster.placement import WorkerSpec
 from verl.cluster.ray_worker import RayWorkers, memory_kills
 from verl.cluster.rollout_worker import Progress, RolloutWorker
-from verl.cluster.threads import worker_environment
+from verl.cluster.start import EventLog
 from verl.config import Config
 from verl.errors import ClusterError, VerlError
 from verl.protocol import DataProto
@@ -31,9 +32,6 @@ TICK_SECONDS = 0.05
 WISH_SECONDS = 1.0
 SPARE_REQUESTS = 8  # in a worker's hands beyond what it decodes at once: a finished row's place is refilled at once
 MAX_LOSSES = 3  # workers lost in a row, beyond one each, without a sign of work by any, before the pool gives up
-
-EventLog = Callable[[str, str, str], None]
-"""Kind, subject and detail of an event."""
 
 
 @dataclass
@@ -358,15 +356,7 @@ class RolloutPool:
     def _start_worker(self, spec: WorkerSpec) -> None:
         self._born += 1
         name = f"rollout worker {self._born}"
-        needs = spec.needs()
-        remote = ray.remote(RolloutWorker).options(
-            num_cpus=needs.pop("CPU", 0),
-            num_gpus=needs.pop("GPU", 0),
-            memory=needs.pop("memory", None),
-            resources=needs,
-            max_restarts=0,
-            runtime_env={"env_vars": worker_environment(spec.threads) | dict(spec.env)},
-        )
+        remote = ray.remote(RolloutWorker).options(**ray_options(spec))
         member = _Member(name, spec, remote.remote(self._config, spec), heard=time.monotonic(), weights=self._weights)
         member.call("setup")
         self._members[name] = member

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from verl.cluster.roles import Roles
-from verl.cluster.threads import available_cores, worker_threads
+from verl.cluster.at_once import at_once
+from verl.cluster.placement import Plan, crowded, make_plan, require
+from verl.cluster.roles import Roles, Rollout, SharedRollout
+from verl.cluster.threads import available_cores
 from verl.config import Config
 from verl.errors import ClusterError
 from verl.rollout.parity import ParityReport
 
 Report = Callable[[str], None]
+EventLog = Callable[[str, str, str], None]
+"""Of the run's events: kind, subject, detail."""
+
+
+def no_log(kind: str, subject: str, detail: str) -> None:
+    """Events of a run without a folder."""
 
 
 @contextmanager
-def start_workers(config: Config, report: Report, reward: Callable[..., Any] | None = None) -> Iterator[Roles]:
+def start_workers(
+    config: Config,
+    report: Report,
+    reward: Callable[..., Any] | None = None,
+    log: EventLog = no_log,
+) -> Iterator[Roles]:
     """The roles of a run; whatever was started is stopped at the end, also after an error.
 
     Args:
         report: gets a line about what is being started and found.
         reward: a reward function of this process, in place of the configuration's; only inline.
+        log: of events: kind, subject, detail.
+
+    Raises:
+        ClusterError: the machine or the Ray cluster lacks what is wanted, or cannot be reached.
     """
     require_machine(config)
     if config.cluster.backend == "inline":
@@ -31,16 +49,36 @@ def start_workers(config: Config, report: Report, reward: Callable[..., Any] | N
 
         worker = Worker(config, reward)
         try:
-            yield _roles(worker, config, worker.setup(), report)
+            exact = _agreement(worker.setup(), config, report)
+            yield Roles.of(dict.fromkeys(config.roles, worker), SharedRollout(worker), exact)
         finally:
             worker.close()
         return
-    from verl.cluster.ray_worker import started_workers
+    from verl.cluster.groups import started_groups
+    from verl.cluster.ray_runtime import ray_running
+    from verl.cluster.rollout_pool import started_pool
 
-    if config.ranks is None:  # as many as there are GPUs
-        config = with_ranks(config, torch.cuda.device_count() if torch.cuda.is_available() else 1)
-    with started_workers(config, report) as remote:
-        yield _roles(remote, config, remote.setup(), report)
+    plan, own = local_plan(config), config.cluster.address is None
+    with ray_running(config, plan, report) as machines:
+        if not own:
+            cores, gpus = (int(max(machine.get(name, 0) for machine in machines)) for name in ("CPU", "GPU"))
+            plan = make_plan(config, cores, gpus, reserved=True)
+        require(plan, machines, "this machine" if own else "the Ray cluster", shared=own)
+        _describe(plan, own, report)
+        config = with_ranks(config, plan.group_of("actor").count)
+        with started_groups(config, plan, report, log) as groups:
+            parity = at_once([(group, group.setup) for group in groups])[0]
+            workers = {role: groups[plan.groups.index(plan.group_of(role))] for role in config.roles}
+            rollout: Rollout = SharedRollout(workers["actor"])
+            with ExitStack() as stack:
+                if plan.rollout:
+                    rollout, parity = stack.enter_context(started_pool(config, plan.rollout, workers["actor"], log))
+                yield Roles.of(workers, rollout, _agreement(parity, config, report))
+
+
+def local_plan(config: Config) -> Plan:
+    """On this machine alone."""
+    return make_plan(config, available_cores(), torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def require_machine(config: Config) -> None:
@@ -51,47 +89,29 @@ def require_machine(config: Config) -> None:
     Raises:
         ClusterError: GPUs, machines or cores that are not there.
     """
-    trainer = config.trainer
     if config.cluster.backend == "inline" or config.cluster.address is None:
-        _require_local_gpus(config)
-        _require_local_cores(config)
-    if trainer.nnodes > 1:
+        machine = {
+            "CPU": float(available_cores()),
+            "GPU": float(torch.cuda.device_count() if torch.cuda.is_available() else 0),
+            "memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        }
+        require(local_plan(config), [machine], "this machine", shared=True)
+    if config.trainer.nnodes > 1:
         raise ClusterError(
-            "more than one machine was asked for, and this version trains on one",
-            f"trainer.nnodes={trainer.nnodes}",
-            "set trainer.nnodes=1; actor.world_size or trainer.n_gpus_per_node is the number of ranks there",
+            "more than one machine was asked for, and the ranks of a role must be on one",
+            f"trainer.nnodes={config.trainer.nnodes}",
+            "set trainer.nnodes=1; actor.world_size or trainer.n_gpus_per_node is the number of ranks there, and "
+            "cluster.placement can put other roles on other machines of a Ray cluster",
         )
 
 
-def _require_local_gpus(config: Config) -> None:
-    """GPUs that were asked for by number, or by ``trainer.device=cuda``; never replaced by a CPU in silence."""
-    trainer = config.trainer
-    if trainer.device == "cpu":
-        return
-    asked = trainer.n_gpus_per_node
-    wanted = trainer.nnodes * (asked if isinstance(asked, int) else int(trainer.device == "cuda"))
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted > there:
-        fewer = "trainer.nnodes=1 and trainer.n_gpus_per_node=1, or " if there else ""
-        raise ClusterError(
-            "more GPUs were asked for than this machine has",
-            f"wanted {wanted} GPU, available {there} (trainer.nnodes={trainer.nnodes}, "
-            f"trainer.n_gpus_per_node={asked}, trainer.device={trainer.device})",
-            f"set {fewer}trainer.device=cpu",
-        )
-
-
-def _require_local_cores(config: Config) -> None:
-    """More threads than cores are refused: they would fight for the cores, and a local Ray would believe the number."""
-    ranks = config.ranks or 1
-    wanted, there = worker_threads(config) * ranks, available_cores()
-    if wanted > there:
-        keys = "cluster.threads is" if ranks == 1 else "actor.world_size times cluster.threads is"
-        fewer = f"cluster.threads={there} or less, or leave it out to use all cores"
-        raise ClusterError(
-            f"{keys} more than the cores that this process may use",
-            f"wanted {wanted} CPU" + (f" ({ranks} ranks)" if ranks > 1 else "") + f", available {there}",
-            "set " + (fewer if ranks == 1 else f"actor.world_size={there} or less, and leave cluster.threads out"),
+def _describe(plan: Plan, own: bool, report: Report) -> None:
+    lines = plan.describe()
+    for line in lines if len(lines) > 1 else ():
+        report(line)
+    if own and (busy := crowded(plan, available_cores())):
+        report(
+            f"note: {busy} threads compute at once on {available_cores()} cores: pools that share a process are faster"
         )
 
 
@@ -108,7 +128,9 @@ def with_ranks(config: Config, ranks: int) -> Config:
     return config
 
 
-def _roles(worker, config: Config, parity: ParityReport, report: Report) -> Roles:  # type: ignore[no-untyped-def]
+def _agreement(parity: ParityReport | None, config: Config, report: Report) -> bool:
+    """Whether the engine's log-probs are proven to be the trainer's; said in words."""
+    assert parity is not None
     if parity.exact:
         report(f"engine and trainer agree to the bit ({parity.tokens} log-probs of {config.model.dtype} compared)")
     elif not parity.differing:
@@ -121,6 +143,4 @@ def _roles(worker, config: Config, parity: ParityReport, report: Report) -> Role
             f"engine and trainer differ in {parity.differing} of {parity.tokens} log-probs on this machine "
             f"(at most {parity.largest:.2g} nats): old log-probs are computed by the trainer"
         )
-    return Roles.in_one_worker(
-        worker, reference=config.uses_reference, critic=config.uses_critic, exact_rollout=parity.exact
-    )
+    return parity.exact

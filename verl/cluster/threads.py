@@ -15,10 +15,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def worker_threads(config: Config | SupervisedConfig) -> int:
-    """Of one rank."""
-    ranks = config.ranks if isinstance(config, Config) else 1
-    return config.cluster.threads or max(1, available_cores() // (ranks or 1))
+def process_threads(config: Config | SupervisedConfig) -> int:
+    """Of a process that trains alone."""
+    return config.cluster.threads or available_cores()
 
 
 def worker_environment(threads: int) -> dict[str, str]:

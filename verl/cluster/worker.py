@@ -1,4 +1,4 @@
-"""The process that holds the models: actor, critic, reference, rollout engine and reward rules, taking turns."""
+"""The process that holds models: actor, critic, reference, rollout engine and rewards, or some of them, in turns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.early_scoring import EarlyScoring
+from verl.cluster.placement import Group, whole_run
 from verl.cluster.rollout_worker import Weights, exported
-from verl.cluster.threads import worker_threads
+from verl.cluster.threads import available_cores
 from verl.config import BatchPlan, Config, SupervisedConfig
 from verl.errors import ConfigError
 from verl.models.attention import ATTENTION_NAME
@@ -46,62 +47,77 @@ from verl.training.saving import load_trained, save_trained
 
 
 class Worker:
-    """All roles of a run in one process, or those of one training rank.
+    """The roles of a group in one process, or those of one of its ranks.
 
     Methods are called one at a time, directly (``cluster.backend=inline``) or through Ray. :meth:`setup` comes first;
     the constructor is cheap, so that errors of the set-up reach the controller as they are.
 
     Args:
         reward: a reward function of this process, in place of the configuration's.
-        rank: of ``config.ranks``.
+        group: whose roles it has; None: all roles of the run are here.
+        rank: of the group's processes.
         meeting: file over which the ranks find each other.
     """
 
     def __init__(
-        self, config: Config, reward: Callable[..., Any] | None = None, rank: int = 0, meeting: str = ""
+        self,
+        config: Config,
+        reward: Callable[..., Any] | None = None,
+        group: Group | None = None,
+        rank: int = 0,
+        meeting: str = "",
     ) -> None:
         self._config, self._reward, self._meeting = config, reward, meeting
-        size = config.ranks or 1
-        sharded = size > 1 and config.actor.strategy == "fsdp2"
+        self._group = group or whole_run(config, available_cores())
+        self._device = None if group is None else torch.device(group.device)
+        size, learns = self._group.count, not self._group.roles.isdisjoint({"actor", "critic"})
+        sharded = size > 1 and learns and config.actor.strategy == "fsdp2"
         self._ranks = Ranks(rank, size, sharded, config.trainer.balance_batch)
         self._scorer: RuleScorer | None = None
 
-    def setup(self) -> ParityReport:
-        """Load the models and check the engine against the trainer on this machine."""
-        config = self._config
-        torch.set_num_threads(worker_threads(config))
-        device = choose_device(config)
+    def setup(self) -> ParityReport | None:
+        """Load the models and, where the engine is here, check it against the trainer on this machine."""
+        config, roles = self._config, self._group.roles
+        torch.set_num_threads(self._group.threads)
+        device = self._device or choose_device(config)
         if self._ranks.size > 1:
             join_ranks(self._ranks, self._meeting, config.cluster.collective_timeout, device)
         dtype = getattr(torch, config.model.dtype)
         actor_limits = limits_of(config.actor_batch(1), config)
-        policy, weights = self._load_actor(dtype, device)
-        self._reference = self._load_reference(dtype, device, actor_limits) if config.uses_reference else None
-        self._actor = Actor(
-            policy,
-            config.actor,
-            actor_limits,
-            config.rollout.temperature,
-            weights,
-            config.algorithm.rollout_correction,
-            self._reference.policy if self._reference else None,
-        )
-        self._tokenizer = load_tokenizer(
+        if "actor" in roles:
+            policy, weights = self._load_actor(dtype, device)
+        if "reference" in roles:
+            self._reference = self._load_reference(dtype, device, actor_limits)
+        if "actor" in roles:
+            self._actor = Actor(
+                policy,
+                config.actor,
+                actor_limits,
+                config.rollout.temperature,
+                weights,
+                config.algorithm.rollout_correction,
+                self._reference.policy if "reference" in roles else None,
+            )
+        self._tokenizer = tokenizer = load_tokenizer(
             config.model.tokenizer_path or config.model.path, config.model.trust_remote_code
         )
-        self._engine = EmbeddedEngine(
-            PolicyModel(self._load(config.model.path, dtype, device)).requires_grad_(False)
-            if weights.sharded
-            else policy,
-            self._tokenizer,
-            EngineLimits.of_run(config.rollout, config.data, self._ranks.size),
-            stop_ids(config.model.path, self._tokenizer),
-        )
-        self._critic = self._load_critic(dtype, device) if config.uses_critic else None
-        if self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
-            model = load_reward_model(config, device, self._tokenizer)
-            self._scorer = RuleScorer(config.reward, self._tokenizer.decode, self._reward, model)
+        if "rollout" in roles:
+            self._engine = EmbeddedEngine(
+                PolicyModel(self._load(config.model.path, dtype, device)).requires_grad_(False)
+                if weights.sharded
+                else policy,
+                tokenizer,
+                EngineLimits.of_run(config.rollout, config.data, self._ranks.size),
+                stop_ids(config.model.path, tokenizer),
+            )
+        if "critic" in roles:
+            self._critic = self._load_critic(dtype, device)
+        if "reward" in roles and self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
+            model = load_reward_model(config, device, tokenizer)
+            self._scorer = RuleScorer(config.reward, tokenizer.decode, self._reward, model)
         self._require_same_weights()
+        if "rollout" not in roles:
+            return None
         requests = self.parity_probe()
         return self.compare(requests, self.generate(requests, None))
 
@@ -149,7 +165,7 @@ class Worker:
     # rollout -------------------------------------------------------------------------------------------------------
 
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
-        """Sample these; ``prompts``: whose they are, to be scored meanwhile; None: not here."""
+        """Sample these; ``prompts``: whose they are, to be scored meanwhile where the scorer is here."""
         if self._scorer is None or prompts is None:
             return generate(self._engine, requests)
         scoring = EarlyScoring(self._scorer, self._tokenizer, requests, prompts)
@@ -201,35 +217,31 @@ class Worker:
         return self._actor.log_probs(batch)
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
-        assert self._reference is not None
         return self._reference.log_probs(batch)
 
     def full_kl(self, batch: DataProto) -> DataProto:
-        assert self._reference is not None
         return self._reference.full_kl(batch, self._actor.policy)
 
     def values(self, batch: DataProto) -> DataProto:
-        assert self._critic is not None
         return self._critic.values(batch)
 
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         return _plain(self._actor.update(mini_batch, denominators))
 
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        assert self._critic is not None
         return _plain(self._critic.update(mini_batch, denominators))
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Write ``actor/`` and, with a critic, ``critic/`` into a checkpoint folder being made: the first rank does,
-        or every rank its share."""
+        """Write ``actor/`` and ``critic/``, what is here of them, into a checkpoint folder being made: the first rank
+        does, or every rank its share."""
         self._require_same_weights()
         for name, weights, optimizer in self._trained():
             save_trained(Path(folder) / name, weights, optimizer)
         for passes in self._passes():
             passes.save(Path(folder))
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and "actor" in self._group.roles:
             save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
 
     def load(self, folder: str) -> None:
@@ -244,11 +256,14 @@ class Worker:
             self._ranks.require_same(weights.masters, f"the {name}'s weights")
 
     def _passes(self) -> list[Passes]:
-        return [role.passes for role in (self._actor, self._critic, self._reference) if role is not None]
+        names = [name for name in ("actor", "critic", "reference") if name in self._group.roles]
+        return [getattr(self, f"_{name}").passes for name in names]
 
     def _trained(self) -> list[tuple[str, MasterWeights, Optimizer]]:
-        trained = [("actor", self._actor.weights, self._actor.optimizer)]
-        if self._critic is not None:
+        trained: list[tuple[str, MasterWeights, Optimizer]] = []
+        if "actor" in self._group.roles:
+            trained.append(("actor", self._actor.weights, self._actor.optimizer))
+        if "critic" in self._group.roles:
             trained.append(("critic", self._critic.weights, self._critic.optimizer))
         return trained
 

@@ -114,6 +114,14 @@ class ClusterConfig(Section):
         description="Seconds that a training rank waits for the others, whose work may take longer than its own.",
         json_schema_extra=acts("update and process: sums over ranks"),
     )
+    stall_seconds: Seconds = Field(
+        600.0,
+        gt=0,
+        description="Seconds without an answer of a worker after which, and after as many again, it is said and "
+        "written to events.log who waits for whom, with the stack of the silent process.",
+        json_schema_extra=acts("every call to a worker"),
+    )
+    dashboard: bool = Field(False, description="Start Ray's dashboard on the loopback interface.")
 
     @field_validator("pools")
     @classmethod

@@ -29,7 +29,8 @@ _CHAT_MARK = re.compile(r"<\|[^|>\s]*\|>")
 class StageClock(Protocol):
     """Which part of a step runs now; see :class:`verl.trainer.timer.StepTimer`."""
 
-    running: tuple[str, float] | None
+    @property
+    def running(self) -> tuple[str, float] | None: ...
 
     def so_far(self) -> dict[str, float]: ...
 

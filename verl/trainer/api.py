@@ -167,11 +167,11 @@ def settle_process(config: Config) -> list[str]:
     Inline this process is the worker, over Ray it only steers. Thread counts are set again inside the worker, so only
     the numerical mode depends on the order.
     """
-    from verl.cluster.threads import set_environment, worker_threads
+    from verl.cluster.threads import process_threads, set_environment
 
     inline = config.cluster.backend == "inline"
     late = inline and "torch" in sys.modules and "MKL_CBWR" not in os.environ
-    set_environment(worker_threads(config) if inline else 1)
+    set_environment(process_threads(config) if inline else 1)
     if not late:
         return []
     return [

@@ -15,7 +15,7 @@ from verl.algorithms.advantages import find_estimator
 from verl.algorithms.policy_loss import find_policy_loss
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.roles import Roles
-from verl.cluster.start import require_machine, start_workers
+from verl.cluster.start import EventLog, require_machine, start_workers
 from verl.config import Config, SupervisedConfig, dump_yaml
 from verl.config.names import nearest_path
 from verl.data.dataset import PromptDataset
@@ -137,10 +137,14 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
         resumed_from = checkpoint.step if checkpoint else None
         tracked = TrackerContext(run_dir, total_steps, resumed_from, console, timer, config.trainer.log_val_generations)
         state = TrainerState.fresh(config, inputs.loader)
+
+        def log(kind: str, subject: str, detail: str) -> None:
+            run_dir.log_event(kind, subject, detail, state.step)
+
         with (
             stop_noted(run_dir, state),
             build_tracker(config.trainer.logger, tracked) as tracker,
-            _started(placed, console, reward, timer) as roles,
+            _started(placed, console, reward, timer, log) as roles,
         ):
             sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
             source = SOURCES[config.trainer.mode](Feed(config, roles, state, sampler, timer, total_steps))
@@ -195,12 +199,14 @@ def stop_noted(run_dir: RunDir, state: HasStep) -> Iterator[None]:
 
 
 @contextmanager
-def _started(config: Config, console: Console, reward: Callable[..., Any] | None, timer: StepTimer) -> Iterator[Roles]:
+def _started(
+    config: Config, console: Console, reward: Callable[..., Any] | None, timer: StepTimer, log: EventLog
+) -> Iterator[Roles]:
     """The workers; a display sees their start as a part of its own, which belongs to no step."""
     with ExitStack() as stack:
         with timer("start"):
             report = partial(console.print, soft_wrap=True)
-            roles = stack.enter_context(start_workers(config, report, reward))
+            roles = stack.enter_context(start_workers(config, report, reward, log))
         timer.flush()
         yield roles
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +16,8 @@ from verl.algorithms.metric import merge_all
 from verl.algorithms.reward_shaping import RewardShaper, new_shaper
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.algorithms.schedules import scheduled_values
-from verl.cluster.roles import Reference, Roles
+from verl.cluster.at_once import at_once
+from verl.cluster.roles import Critic, Policy, Reference, Roles
 from verl.config import BatchPlan, Config
 from verl.protocol import DataProto
 from verl.rollout.protocol import BASELINE_INDEX
@@ -22,6 +25,8 @@ from verl.rollout.seeds import slot_seed, uniforms
 from verl.trainer.advantages import Metrics, advantage_columns, critic_columns, cut_rows, response_lengths
 from verl.trainer.sampling import Sampler
 from verl.trainer.timer import StepTimer
+
+T = TypeVar("T")
 
 
 def rollout(prompts: DataProto, roles: Roles, sampler: Sampler, timer: StepTimer) -> DataProto:
@@ -80,27 +85,43 @@ def process(
         shaper: with the running statistics of a whole run; None: a new one.
     """
     metrics: Metrics = {}
-    with timer("old_log_prob"):
-        if needs_old_log_probs(config, roles):
-            batch = batch.union(roles.policy.log_probs(batch))
-        else:
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
+    sampled = batch
+    calls: list[tuple[str, object, Callable[[], DataProto]]] = [
+        ("old_log_prob", roles.policy.worker, lambda: old_columns(sampled, roles, config))
+    ]
+    if (reference := roles.reference) is not None:
+        calls.append(("ref", reference.worker, lambda: reference_columns(sampled, reference, config)))
+    if (critic := roles.critic) is not None:
+        calls.append(("values", critic.worker, lambda: critic_columns(sampled, critic, config.bootstraps)))
+    for columns in timed_at_once(timer, calls):
+        batch = batch.union(columns)
     correction = config.algorithm.rollout_correction
     if correction.active and not correction.bypass_mode:
         batch.batch["importance_weights"], found = correct_rollout(
             batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"], correction
         )
         metrics |= found
-    if roles.reference is not None:
-        with timer("ref"):
-            batch = batch.union(reference_columns(batch, roles.reference, config))
-    if roles.critic is not None:
-        with timer("values"):
-            batch = batch.union(critic_columns(batch, roles.critic, config.bootstraps))
     with timer("adv"):
         columns, found = advantage_columns(batch, config, kl_coef, shaper or new_shaper(config))
         batch, metrics = batch.union(columns), metrics | found
     return batch, metrics
+
+
+def timed_at_once(timer: StepTimer, calls: Sequence[tuple[str, object, Callable[[], T]]]) -> list[T]:
+    """As :func:`verl.cluster.at_once.at_once`, each call timed as the part of the step that it is."""
+
+    def timed(part: str, work: Callable[[], T]) -> T:
+        with timer(part):
+            return work()
+
+    return at_once([(owner, partial(timed, part, work)) for part, owner, work in calls])
+
+
+def old_columns(batch: DataProto, roles: Roles, config: Config) -> DataProto:
+    """``old_log_probs``, of the trainer or, where that is the same, of the engine."""
+    if needs_old_log_probs(config, roles):
+        return roles.policy.log_probs(batch)
+    return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"].clone()})
 
 
 def reference_columns(batch: DataProto, reference: Reference, config: Config) -> DataProto:
@@ -134,30 +155,51 @@ def update(
 ) -> Metrics:
     """Mini-batches through critic and actor; the actor waits for ``trainer.critic_warmup`` steps to pass.
 
+    Where they live in different processes, both learn at the same time.
+
     Args:
         config: with this step's values of scheduled coefficients.
     """
+    calls: list[tuple[str, object, Callable[[], list[Metrics]]]] = []
+    if (critic := roles.critic) is not None:
+        calls.append(
+            ("update_critic", critic.worker, lambda: update_critic(batch, critic, config, learning_rates, step))
+        )
+    if step >= config.trainer.critic_warmup or critic is None:
+        policy = roles.policy
+        calls.append(("update_actor", policy.worker, lambda: update_actor(batch, policy, config, learning_rates, step)))
+    return merge_all([part for parts in timed_at_once(timer, calls) for part in parts])
+
+
+def update_critic(
+    batch: DataProto, critic: Critic, config: Config, learning_rates: Mapping[str, float], step: int
+) -> list[Metrics]:
+    """Metrics of each optimizer step."""
+    parts: list[Metrics] = []
+    for mini_batch in mini_batches(batch, config.critic_batch(1), config, step):
+        mini_batch.meta_info = {"learning_rate": learning_rates["critic"]}
+        mask = mini_batch.batch["response_mask"]
+        parts.append(critic.update(mini_batch, count_denominators(mask, config.loss_scale_factor)))
+    return parts
+
+
+def update_actor(
+    batch: DataProto, policy: Policy, config: Config, learning_rates: Mapping[str, float], step: int
+) -> list[Metrics]:
+    """Metrics of each optimizer step."""
     parts: list[Metrics] = []
     scheduled = scheduled_values(config.actor)
-    if roles.critic is not None:
-        with timer("update_critic"):
-            for mini_batch in mini_batches(batch, config.critic_batch(1), config, step):
-                mini_batch.meta_info = {"learning_rate": learning_rates["critic"]}
-                mask = mini_batch.batch["response_mask"]
-                parts.append(roles.critic.update(mini_batch, count_denominators(mask, config.loss_scale_factor)))
-    if step >= config.trainer.critic_warmup or roles.critic is None:
-        with timer("update_actor"):
-            for number, mini_batch in enumerate(mini_batches(batch, config.actor_batch(1), config, step)):
-                mini_batch.meta_info = {
-                    "learning_rate": learning_rates["actor"],
-                    "fresh_weights": number == 0,
-                    "scheduled": scheduled,
-                }
-                if config.actor.policy_loss.needs_draws:
-                    mini_batch.batch["draws"] = loss_draws(mini_batch, config.trainer.seed, step, number)
-                mask = mini_batch.batch["response_mask"]
-                parts.append(roles.policy.update(mini_batch, count_denominators(mask, config.loss_scale_factor)))
-    return merge_all(parts)
+    for number, mini_batch in enumerate(mini_batches(batch, config.actor_batch(1), config, step)):
+        mini_batch.meta_info = {
+            "learning_rate": learning_rates["actor"],
+            "fresh_weights": number == 0,
+            "scheduled": scheduled,
+        }
+        if config.actor.policy_loss.needs_draws:
+            mini_batch.batch["draws"] = loss_draws(mini_batch, config.trainer.seed, step, number)
+        mask = mini_batch.batch["response_mask"]
+        parts.append(policy.update(mini_batch, count_denominators(mask, config.loss_scale_factor)))
+    return parts
 
 
 def loss_draws(mini_batch: DataProto, seed: int, step: int, number: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from verl.algorithms.metric import Metric, merge_all, reduce_metrics, spread_metrics
 from verl.algorithms.schedules import learning_rate
 from verl.checkpoint.store import Checkpoint, CheckpointStore
-from verl.cluster.threads import worker_threads
+from verl.cluster.threads import process_threads
 from verl.cluster.worker import choose_device
 from verl.config import RewardModelTrainingConfig, SupervisedConfig
 from verl.data.examples import ExampleDataset, load_conversations, load_pairs
@@ -149,7 +149,7 @@ def train_supervised(config: SupervisedConfig, console: Console) -> None:
         VerlError: what, value and fix; everything that can be wrong with the inputs is found before the first step.
     """
     check_loggers(config.trainer.logger)
-    torch.set_num_threads(worker_threads(config))
+    torch.set_num_threads(process_threads(config))
     config = pinned(config, partial(console.print, soft_wrap=True, markup=False))
     with opened(config) as placed:
         _train(config, placed, console)

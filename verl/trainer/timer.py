@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,37 +11,52 @@ from contextlib import contextmanager
 class StepTimer:
     """``with timer("gen"): ...``; parts of one name add up until :meth:`flush`.
 
-    Written by the training thread; a display may read :attr:`running` and :meth:`so_far` from another at any time.
-
-    Attributes:
-        running: the innermost part under way and when it began (``time.perf_counter``), None between parts.
+    Parts may run in several threads at once; a display may read :attr:`running` and :meth:`so_far` at any time.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self.running: tuple[str, float] | None = None
+        self._ended: list[tuple[str, float, float]] = []
+        self._open: list[tuple[str, float]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def running(self) -> tuple[str, float] | None:
+        """The part begun last of those under way, and when (``time.perf_counter``); None between parts."""
+        with self._lock:
+            return self._open[-1] if self._open else None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        outer, started = self.running, time.perf_counter()
-        self.running = (name, started)
+        part = (name, time.perf_counter())
+        with self._lock:
+            self._open.append(part)
         try:
             yield
         finally:
-            self.running = outer
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+            with self._lock:
+                self._open.remove(part)
+                self._ended.append((*part, time.perf_counter()))
 
     def add(self, other: StepTimer) -> None:
-        """The seconds of another one, whose parts ran beside these."""
-        for name, seconds in other.so_far().items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        """The parts of another one, which ran beside these."""
+        with self._lock:
+            self._ended += other.intervals()
+
+    def intervals(self) -> list[tuple[str, float, float]]:
+        """Of each part that has ended since the last :meth:`flush`: its name, beginning and end."""
+        with self._lock:
+            return list(self._ended)
 
     def so_far(self) -> dict[str, float]:
         """Seconds by part since the last :meth:`flush`, of those that have ended."""
-        return dict(self._seconds)
+        seconds: dict[str, float] = {}
+        for name, started, ended in self.intervals():
+            seconds[name] = seconds.get(name, 0.0) + ended - started
+        return seconds
 
     def flush(self) -> dict[str, float]:
         """``timing_s/<name>`` of everything timed since the last call."""
-        metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds.clear()
+        metrics = {f"timing_s/{name}": seconds for name, seconds in self.so_far().items()}
+        with self._lock:
+            self._ended.clear()
         return metrics

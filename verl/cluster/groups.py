@@ -1,0 +1,97 @@
+"""Worker groups over Ray: processes of the plan in placement groups, and a stand-in for each group."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.cluster.placement import Group, Plan, ProcessSpec
+from verl.cluster.ray_worker import RayWorkers, Watch
+from verl.cluster.start import EventLog
+from verl.cluster.threads import worker_environment
+from verl.config import Config
+from verl.errors import ClusterError
+
+
+@contextmanager
+def started_groups(
+    config: Config, plan: Plan, report: Callable[[str], None], log: EventLog
+) -> Iterator[list[RayWorkers]]:
+    """The processes of the plan's groups, each with its share of the cores; those of a group on one machine.
+
+    Raises:
+        ClusterError: there is no room for them within ``cluster.start_timeout``.
+    """
+    from verl.cluster.worker import Worker
+
+    meeting = Path(tempfile.gettempdir()) / f"verl-ranks-{secrets.token_hex(16)}"
+    deadline = time.monotonic() + config.cluster.start_timeout
+    watch = Watch(config.cluster.stall_seconds, report, log)
+    places: list[Any] = []
+    workers: list[RayWorkers] = []
+    try:
+        # Ranks meet over a file and the loopback interface.
+        places += [placement_group([group.needs()] * group.count, strategy="STRICT_PACK") for group in plan.groups]
+        _await_room(places, plan.groups, config.cluster.start_timeout, report)
+        for place, group in zip(places, plan.groups, strict=True):
+            file = str(meeting.with_name(f"{meeting.name}-{len(workers)}") / "ranks")
+            remote = ray.remote(Worker).options(
+                **ray_options(group), scheduling_strategy=PlacementGroupSchedulingStrategy(place)
+            )
+            actors = [remote.remote(config, None, group, rank, file) for rank in range(group.count)]
+            workers.append(RayWorkers(actors, group.named_roles if len(plan.groups) > 1 else "", watch))
+        for worker in workers:
+            worker.await_processes(deadline - time.monotonic())
+        yield workers
+    finally:
+        for worker in workers:
+            worker.end()
+        for place in places:
+            remove_placement_group(place)
+        for folder in meeting.parent.glob(meeting.name + "-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def ray_options(process: ProcessSpec) -> dict[str, Any]:
+    """Of the Ray actor that one of these processes is."""
+    needs = process.needs()
+    return {
+        "num_cpus": needs.pop("CPU"),
+        "num_gpus": needs.pop("GPU", 0),
+        "memory": int(needs.pop("memory", 0)) or None,
+        "resources": needs or None,
+        "max_restarts": 0,
+        "runtime_env": {"env_vars": worker_environment(process.threads) | dict(process.env)},
+    }
+
+
+def _await_room(places: Sequence[Any], groups: Sequence[Group], seconds: float, report: Callable[[str], None]) -> None:
+    """Wait until Ray has reserved what the groups need, which others may have at the moment."""
+    waiting = {place.ready(): group for place, group in zip(places, groups, strict=True)}
+    _, missing = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(seconds, 2.0))
+    if missing and seconds > 2.0:
+        report(f"waiting for room for {', '.join(waiting[place].pool for place in missing)} in the Ray cluster")
+        _, missing = ray.wait(list(waiting), num_returns=len(waiting), timeout=seconds - 2.0)
+    if missing:
+        free = ray.available_resources()
+        short = [waiting[place] for place in missing]
+        raise ClusterError(
+            f"the Ray cluster had no room for {', '.join(group.pool for group in short)} within cluster.start_timeout",
+            "; ".join(
+                f"{group.pool}: {group.count} x "
+                + ", ".join(f"{amount:g} {name}" for name, amount in group.needs().items())
+                for group in short
+            )
+            + f"; free: {free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU",
+            "free resources, ask for less in cluster.pools, or raise cluster.start_timeout",
+        )
