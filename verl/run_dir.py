@@ -223,6 +223,14 @@ class RunDir:
         """What its user asks of a run that is under way (``verl scale``): a JSON object."""
         return self.path / "wishes.json"
 
+    def wished_workers(self) -> int | None:
+        """Rollout workers that the user asks for; None: nobody has."""
+        try:
+            wish = json.loads(self.wishes.read_bytes())["rollout_workers"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return wish if isinstance(wish, int) and wish > 0 else None
+
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"

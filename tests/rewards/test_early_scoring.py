@@ -216,7 +216,8 @@ def test_groups_are_given_when_their_last_response_has_ended():
     prompts = DataProto.from_dict({}, {**names, "raw_prompt": ["p", "q"]})
     requests = [Request(slot, [1], SamplingParams(8, stop=("#",))) for slot in slots]
     scorer = Scorer()
-    early = EarlyScoring(scorer, Tokenizer(), requests, prompts)  # type: ignore[arg-type]
+    early = EarlyScoring(scorer, Tokenizer())  # type: ignore[arg-type]
+    early.expect(requests, prompts)
     assert [r.slot for r in generate(engine, requests, early.finished)] == slots  # type: ignore[arg-type]
     assert [steps for steps, _ in given] == [5, 8] and scorer.pumped == 8
     assert given[1][1] == {

@@ -73,6 +73,15 @@ def test_async_keeps_the_bound_and_trains_every_prompt_once(tmp_path: Path, tiny
     assert len(set(prompts)) == 4 * STEPS == len(prompts) / 3
 
 
+def test_async_goes_on_with_the_prompts_that_were_under_way(tmp_path: Path, tiny_model_dir: Path) -> None:
+    mode = {"mode": "async", "max_staleness": 2, "save_freq": 1, "total_training_steps": 2}
+    run_in(tmp_path, tiny_model_dir, "run", mode)
+    run = run_in(tmp_path, tiny_model_dir, "run", mode | {"total_training_steps": 5})
+    prompts = [json.loads(row)["uid"] for file in sample_files(run) for row in file.splitlines()]
+    draws = sorted(int(uid.split(":")[1]) for uid in set(prompts))
+    assert len(prompts) == 3 * len(draws) == 60 and draws == list(range(20))
+
+
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
-from verl.rollout.protocol import Request, Result
+from verl.rollout.protocol import Request, Result, SamplingParams
 from verl.rollout.text import response_text
 
 if TYPE_CHECKING:
@@ -16,36 +16,55 @@ if TYPE_CHECKING:
 PROMPT_COLUMNS = ["uid", "data_source", "ground_truth", "extra_info", "raw_prompt"]
 
 
+def for_scoring(prompts: DataProto) -> DataProto:
+    """What scoring needs of a batch of prompts."""
+    return prompts.select(batch_keys=[], non_tensor_batch_keys=PROMPT_COLUMNS)
+
+
 class EarlyScoring:
-    """Gives the scorer each group as soon as its last response has ended; ``score`` of the whole batch finds them.
+    """Gives the scorer each group as soon as its last response has ended; ``score`` of the whole batch finds them."""
 
-    Args:
-        prompts: columns ``PROMPT_COLUMNS``, one row a prompt.
-    """
-
-    def __init__(
-        self, scorer: RuleScorer, tokenizer: PreTrainedTokenizerBase, requests: list[Request], prompts: DataProto
-    ) -> None:
-        self._scorer, self._tokenizer, self._prompts = scorer, tokenizer, prompts
-        self._places = {uid: place for place, uid in enumerate(prompts.non_tensor_batch["uid"])}
-        self._sampling = {request.slot.uid: request.sampling for request in requests}
-        self._missing = Counter(request.slot.uid for request in requests)
+    def __init__(self, scorer: RuleScorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._scorer, self._tokenizer = scorer, tokenizer
+        self._prompts: dict[str, DataProto] = {}  # one row each, of prompts under way
+        self._sampling: dict[str, SamplingParams] = {}
+        self._missing: Counter[str] = Counter()
         self._groups: dict[str, list[Result]] = defaultdict(list)
+
+    def expect(self, requests: list[Request], prompts: DataProto) -> None:
+        """These are asked for; of a prompt that is asked for again, what there was is forgotten.
+
+        Args:
+            prompts: columns ``PROMPT_COLUMNS``, one row a prompt.
+        """
+        for place, uid in enumerate(prompts.non_tensor_batch["uid"]):
+            self._forget(uid)
+            self._prompts[uid] = prompts.select_idxs([place])
+        for request in requests:
+            self._sampling[request.slot.uid] = request.sampling
+        self._missing.update(request.slot.uid for request in requests)
+
+    def _forget(self, uid: str) -> None:
+        for known in (self._prompts, self._sampling, self._missing, self._groups):
+            known.pop(uid, None)
 
     def finished(self, results: list[Result]) -> None:
         """After a step of the engine, with what has ended in it."""
         for result in results:
             uid = result.slot.uid
+            if uid not in self._prompts:
+                continue
             self._groups[uid].append(result)
             self._missing[uid] -= 1
             if not self._missing[uid]:
-                self._submit(uid, [result for result in self._groups.pop(uid) if result.loss_mask.any()])
+                self._submit(uid, [result for result in self._groups[uid] if result.loss_mask.any()])
+                self._forget(uid)
         self._scorer.pump()
 
     def _submit(self, uid: str, results: list[Result]) -> None:
         sampling = self._sampling[uid]
         texts = [response_text(r, self._decode, sampling.stop, sampling.min_new_tokens) for r in results]
-        rows = self._prompts.select_idxs([self._places[uid]] * len(results))
+        rows = self._prompts[uid].repeat(len(results))
         self._scorer.submit(
             rows.union(DataProto.from_dict({}, {"index": [r.slot.index for r in results], "response_text": texts}))
         )

@@ -120,6 +120,13 @@ class RayWorkers:
         """On the first rank: a reward function may look at a batch as a whole."""
         return self._answers("score", [self._actors[0].score.remote(batch)])[0]
 
+    def expect(self, requests: list[Request], prompts: DataProto) -> None:
+        """Nobody waits for this or for :meth:`hear`: what goes wrong there shows when the batch is scored."""
+        self._actors[0].expect.remote(requests, prompts)
+
+    def hear(self, results: list[Result]) -> None:
+        self._actors[0].hear.remote(results)
+
     def actor_log_probs(self, batch: DataProto) -> DataProto:
         shared = ray.put(batch)
         return self._answers("actor_log_probs", [actor.actor_log_probs.remote(shared) for actor in self._actors])[0]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
-from verl.cluster.early_scoring import PROMPT_COLUMNS
+from verl.cluster.early_scoring import for_scoring
 from verl.protocol import DataProto
 from verl.rollout.protocol import EngineStats, Request, Result, Slot
 
@@ -89,7 +89,7 @@ class Rollout(Protocol):
         """All of them, in their order; ``prompts``: whose they are, so that groups can be scored meanwhile."""
         ...
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, requests: list[Request], prompts: DataProto) -> None:
         """To be answered by :meth:`finished`."""
         ...
 
@@ -120,7 +120,7 @@ class SharedRollout:
     apart = False
     _submitted: list[Request] = field(default_factory=list)
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, requests: list[Request], prompts: DataProto) -> None:
         self._submitted.extend(requests)
 
     def cancel(self, slots: list[Slot]) -> None:
@@ -132,8 +132,7 @@ class SharedRollout:
         return self.generate(requests)
 
     def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
-        told = None if prompts is None else prompts.select(batch_keys=[], non_tensor_batch_keys=PROMPT_COLUMNS)
-        return self.worker.generate(requests, told)
+        return self.worker.generate(requests, None if prompts is None else for_scoring(prompts))
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from verl.cluster.early_scoring import for_scoring
 from verl.cluster.groups import ray_options
 from verl.cluster.placement import WorkerSpec
 from verl.cluster.ray_worker import RayWorkers, memory_kills
@@ -75,6 +76,7 @@ class RolloutPool:
         exported_weights: a reference to the actor's present weights, as
             :func:`verl.cluster.rollout_worker.exported` gives them.
         log: of events.
+        scorer: scores groups as they finish; None: when their batch is complete.
         wish: asked every second: how many workers the user wants, None: as many as the load asks for.
 
     Raises:
@@ -90,6 +92,7 @@ class RolloutPool:
         specs: Sequence[WorkerSpec],
         exported_weights: Callable[[], Any],
         log: EventLog,
+        scorer: RayWorkers | None = None,
         wish: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._exported_weights, self._log = config, exported_weights, log
@@ -108,7 +111,7 @@ class RolloutPool:
         self._least = min(settings.min_workers or given, self._most)
         self._target = min(max(given, self._least), self._most)
         self._policy = ScalingPolicy(self._least, self._most)
-        self._wish, self._wish_asked = wish, 0.0
+        self._scorer, self._wish, self._wish_asked = scorer, wish, 0.0
         self._places = settings.max_num_seqs + SPARE_REQUESTS
         self._waited, self._counted = 0.0, Counter[str]()
         self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
@@ -159,14 +162,14 @@ class RolloutPool:
         box: list[Result] = []
         with self._changed:
             self._boxes.update((request.slot, box) for request in requests)
-            self._submit(requests)
+            self._submit(requests, prompts)
             self._wait_until(lambda: len(box) == len(requests))
         found = {result.slot: result for result in box}
         return [found[request.slot] for request in requests]
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, requests: list[Request], prompts: DataProto | None = None) -> None:
         with self._changed:
-            self._submit(requests)
+            self._submit(requests, prompts)
 
     def cancel(self, slots: list[Slot]) -> None:
         with self._changed:
@@ -221,7 +224,9 @@ class RolloutPool:
         for member in self._members.values():
             ray.kill(member.actor)
 
-    def _submit(self, requests: list[Request]) -> None:
+    def _submit(self, requests: list[Request], prompts: DataProto | None) -> None:
+        if self._scorer is not None and prompts is not None:
+            self._scorer.expect(requests, for_scoring(prompts))
         self._dispatcher.submit(requests, time.monotonic())
         self._changed.notify_all()
 
@@ -343,8 +348,10 @@ class RolloutPool:
                 self._lose(member, f"no answer to {method} for {now - member.heard:.0f} s (rollout.worker_timeout)")
 
     def _deliver(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            result = outcome if isinstance(outcome, Result) else self._lost(outcome)
+        results = [outcome if isinstance(outcome, Result) else self._lost(outcome) for outcome in outcomes]
+        if self._scorer is not None and results:
+            self._scorer.hear(results)
+        for result in results:
             self._boxes.pop(result.slot, self._finished).append(result)
 
     def _lost(self, lost: Lost) -> Result:
@@ -399,11 +406,12 @@ def started_pool(
     config: Config,
     specs: Sequence[WorkerSpec],
     trainer: RayWorkers,
+    scorer: RayWorkers,
     log: EventLog,
-    wish: Callable[[], int | None] = lambda: None,
+    wish: Callable[[], int | None],
 ) -> Iterator[tuple[RolloutPool, ParityReport]]:
     """Workers that sample for this trainer, and whether their log-probs are its own, bit for bit."""
-    pool = RolloutPool(config, specs, trainer.exported_weights, log, wish)
+    pool = RolloutPool(config, specs, trainer.exported_weights, log, scorer, wish)
     try:
         probe = trainer.parity_probe()
         yield pool, ParityReport.total([trainer.compare(probe, results) for results in pool.start(probe)])

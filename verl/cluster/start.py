@@ -32,6 +32,7 @@ def start_workers(
     report: Report,
     reward: Callable[..., Any] | None = None,
     log: EventLog = no_log,
+    wish: Callable[[], int | None] = lambda: None,
 ) -> Iterator[Roles]:
     """The roles of a run; whatever was started is stopped at the end, also after an error.
 
@@ -39,6 +40,7 @@ def start_workers(
         report: gets a line about what is being started and found.
         reward: a reward function of this process, in place of the configuration's; only inline.
         log: of events: kind, subject, detail.
+        wish: how many rollout workers the user wants now, None: as the load asks for.
 
     Raises:
         ClusterError: the machine or the Ray cluster lacks what is wanted, or cannot be reached.
@@ -72,7 +74,8 @@ def start_workers(
             rollout: Rollout = SharedRollout(workers["actor"])
             with ExitStack() as stack:
                 if plan.rollout:
-                    rollout, parity = stack.enter_context(started_pool(config, plan.rollout, workers["actor"], log))
+                    pool = started_pool(config, plan.rollout, workers["actor"], workers["reward"], log, wish)
+                    rollout, parity = stack.enter_context(pool)
                 yield Roles.of(workers, rollout, _agreement(parity, config, report))
 
 

@@ -115,6 +115,7 @@ class Worker:
         if "reward" in roles and self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
             model = load_reward_model(config, device, tokenizer)
             self._scorer = RuleScorer(config.reward, tokenizer.decode, self._reward, model)
+            self._early = EarlyScoring(self._scorer, tokenizer)
         self._require_same_weights()
         if "rollout" not in roles:
             return None
@@ -168,8 +169,15 @@ class Worker:
         """Sample these; ``prompts``: whose they are, to be scored meanwhile where the scorer is here."""
         if self._scorer is None or prompts is None:
             return generate(self._engine, requests)
-        scoring = EarlyScoring(self._scorer, self._tokenizer, requests, prompts)
-        return generate(self._engine, requests, scoring.finished)
+        self._early.expect(requests, prompts)
+        return generate(self._engine, requests, self._early.finished)
+
+    def expect(self, requests: list[Request], prompts: DataProto) -> None:
+        """Rollout workers are sampling these; :meth:`hear` tells what they have."""
+        self._early.expect(requests, prompts)
+
+    def hear(self, results: list[Result]) -> None:
+        self._early.finished(results)
 
     def publish(self, version: int) -> None:
         """The engine's caches are dropped, the version is noted. Its weights are the actor's own tensors; where those

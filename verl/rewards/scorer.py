@@ -159,7 +159,8 @@ class RuleScorer:
             found = self.judge(batch[asked], counts)
             for place, score in zip(asked.nonzero().flatten().tolist(), found, strict=True):
                 scores[place] = score
-        self._begun.clear()
+        for key in (key for part in self._parts for key in _keys(part.name, batch)) if self._begun else ():
+            self._begun.pop(key, None)
         reasons = [score.reason for score in scores if score.reason is not None]
         self._check_share(len(reasons), int(asked.sum()), reasons)
         counts.update(_counts("", scores))

@@ -116,6 +116,7 @@ def take_up(
     run_dir.truncate_after(start if checkpoint else -1)
     store.clean_partial()
     store.drop_newer_than(start)
+    run_dir.wishes.unlink(missing_ok=True)
     write_atomic(run_dir.config, dump_yaml(config))
     run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
     return False, checkpoint
@@ -144,7 +145,7 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
         with (
             stop_noted(run_dir, state),
             build_tracker(config.trainer.logger, tracked) as tracker,
-            _started(placed, console, reward, timer, log) as roles,
+            _started(placed, console, reward, timer, log, run_dir.wished_workers) as roles,
         ):
             sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
             source = SOURCES[config.trainer.mode](Feed(config, roles, state, sampler, timer, total_steps))
@@ -200,13 +201,18 @@ def stop_noted(run_dir: RunDir, state: HasStep) -> Iterator[None]:
 
 @contextmanager
 def _started(
-    config: Config, console: Console, reward: Callable[..., Any] | None, timer: StepTimer, log: EventLog
+    config: Config,
+    console: Console,
+    reward: Callable[..., Any] | None,
+    timer: StepTimer,
+    log: EventLog,
+    wish: Callable[[], int | None],
 ) -> Iterator[Roles]:
     """The workers; a display sees their start as a part of its own, which belongs to no step."""
     with ExitStack() as stack:
         with timer("start"):
             report = partial(console.print, soft_wrap=True)
-            roles = stack.enter_context(start_workers(config, report, reward, log))
+            roles = stack.enter_context(start_workers(config, report, reward, log, wish))
         timer.flush()
         yield roles
 

@@ -23,6 +23,7 @@ class Stream:
     def __init__(self, feed: Feed) -> None:
         trainer = feed.config.trainer
         self._feed, self._overlaps = feed, trainer.max_staleness > 0
+        self._asked_before: list[str] = []  # by the run that this one goes on with
         self._buffer = GroupBuffer(
             feed.config.data.train_batch_size, trainer.max_staleness, feed.total_steps, trainer.staleness_unit
         )
@@ -30,6 +31,8 @@ class Stream:
     def next(self) -> DataProto:
         feed, version = self._feed, self._feed.state.step
         with feed.timer("wait_rollout"):
+            again, self._asked_before = self._asked_before, []
+            self._submit(again)
             while not (groups := self._take(version)):
                 for result in feed.roles.rollout.finished():
                     lost = result.finish_reason == "lost"
@@ -58,9 +61,10 @@ class Stream:
 
     def _submit(self, uids: list[str]) -> None:
         if uids:
-            requests = self._feed.current_sampler.requests(self._feed.state.loader.recall(uids))
+            prompts = self._feed.state.loader.recall(uids)
+            requests = self._feed.current_sampler.requests(prompts)
             self._buffer.submit(request.slot for request in requests)
-            self._feed.roles.rollout.submit(requests)
+            self._feed.roles.rollout.submit(requests, prompts)
 
     def _assembled(self, groups: list[Group]) -> DataProto:
         results = [
@@ -84,4 +88,4 @@ class Stream:
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         if tree:
             self._buffer.load_state_dict(tree)
-            self._submit(self._buffer.outstanding)
+            self._asked_before = self._buffer.outstanding
