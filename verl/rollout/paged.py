@@ -50,6 +50,7 @@ class KVPool:
         self.blocks = blocks
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.kv_heads = kv_heads
         self._layers, self._shape, self._dtype, self._device = layers, (kv_heads, head_size), dtype, device
 
     def acquire(self) -> None:
@@ -123,7 +124,8 @@ class PagedContext:
         as_tensor = lambda values: torch.from_numpy(np.ascontiguousarray(values)).to(device)  # noqa: E731
         self.positions = as_tensor(positions)
         self._tokens, self._rows = tokens, len(rows)
-        self._write = as_tensor(blocks), as_tensor(positions % KEY_BLOCK)
+        heads = np.arange(pool.kv_heads)[:, None]  # where the tokens' keys and values lie among (N * K * S)
+        self._write = as_tensor(((blocks * pool.kv_heads + heads) * KEY_BLOCK + positions % KEY_BLOCK).reshape(-1))
         self._biases: dict[tuple[int, int | None], Tensor] = {}
         self._buffers: dict[tuple[int, int], Tensor] = {}
         if rows:
@@ -134,9 +136,9 @@ class PagedContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query (A, T, D), key and value (K, T, D) -> (T, A, D); tokens behind the work's are fill."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        block, place = self._write
-        keys[block, :, place] = key[:, : self._tokens].transpose(0, 1)
-        values[block, :, place] = value[:, : self._tokens].transpose(0, 1)
+        for pool, new in ((keys, key), (values, value)):
+            flat = new[:, : self._tokens].reshape(-1, new.shape[2])
+            pool.view(-1, new.shape[2]).index_copy_(0, self._write, flat)
         if self._rows == query.shape[1]:
             return self._attend_rows(keys, values, query, rule)
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
@@ -176,7 +178,8 @@ class PagedContext:
         """(T, K, G, D) queries of the rows against the blocks that they read: (E * m, K, G, S)."""
         _, kv_heads, group, size = queries.shape
         q, k = self._stacked(read, queries, read.rows), _read(keys, read.blocks)
-        scores = torch.bmm(q, k.view(-1, KEY_BLOCK, size).transpose(1, 2))
+        # Keys first: a matmul lays out its second operand anew, which is better done to the small one.
+        scores = torch.bmm(k.view(-1, KEY_BLOCK, size), q.transpose(1, 2)).transpose(1, 2).contiguous()
         return _unstacked(scores, read, kv_heads, group)
 
     def _values(self, read: _Read, probs: Tensor, values: Tensor) -> Tensor:
@@ -188,17 +191,18 @@ class PagedContext:
         return _unstacked(out, read, kv_heads, group)
 
     def _stacked(self, read: _Read, rows: Tensor, index: Tensor) -> Tensor:
-        """(..., K, G, X) rows by index (E, m) -> (E * K, m * G and some zeros, X).
+        """(..., K, G, X) rows by index (E, m) -> (E * K, m * G and perhaps some zeros, X).
 
-        Query rows come in multiples of 8 (see :mod:`verl.models.attention`); the buffer with the zeros is kept.
+        Query rows come in multiples of 8 (see :mod:`verl.models.attention`), but two or more in bfloat16 have the same
+        bits as they are; the buffer with the zeros is kept.
         """
         entries, m = read.rows.shape
         kv_heads, group, last = rows.shape[-3:]
-        if m * group % ROW_MULTIPLE == 0 and self._order is None:
-            return rows.reshape(entries * kv_heads, group, last)
         if self._order is not None:
             rows = rows.reshape(-1, kv_heads * group * last).index_select(0, index.view(-1))
         rows = rows.view(entries, m, kv_heads, group, last).transpose(1, 2)
+        if m * group % ROW_MULTIPLE == 0 or (rows.dtype == torch.bfloat16 and m * group > 1):
+            return rows.reshape(entries * kv_heads, m * group, last)
         shape = entries, kv_heads, round_up(m * group, ROW_MULTIPLE), last
         buffer = self._buffers.get((id(read), last))
         if buffer is None:
