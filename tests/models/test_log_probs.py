@@ -54,7 +54,7 @@ def test_entropy_with_impossible_tokens(logits: list[float], expected: float) ->
     """B024. A projection cannot pass on infinities, so this one is given the logits as they are."""
     rows = torch.tensor([logits], requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_probs, "project", lambda hidden, *_: hidden)
+        patch.setattr(log_probs, "project_rows", lambda hidden, *_: hidden.clone())
         found, entropy = of_logits(rows, [0], 1.0)
         assert entropy.item() == pytest.approx(expected, abs=1e-6)
         entropy.sum().backward()
@@ -105,7 +105,7 @@ def test_rules_of_configurations() -> None:
 @pytest.mark.parametrize("what", ["log_probs", "entropy", "both"])
 def test_chunks_give_what_one_matrix_gives(chunk: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "CHUNK", chunk)
-    monkeypatch.setattr(log_probs, "PIECE", -(-chunk // 2))
+    monkeypatch.setattr(log_probs, "CACHED", 7 * -(-chunk // 2))
     generator = torch.Generator().manual_seed(2)
     leaves = [torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((20, 6), (11, 6), (11,))]
     hidden, weight, bias = leaves

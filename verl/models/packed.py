@@ -142,24 +142,25 @@ class PackedContext:
 
     def __init__(self, packed: PackedBatch) -> None:
         self._buckets, self._order = _bucket(packed)
+        self._queries = _joined([bucket.query_index for bucket in self._buckets])
+        self._keys = _joined([bucket.key_index for bucket in self._buckets])
         self._biases: dict[int | None, list[Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         heads, tokens, size = query.shape
         kv_heads = key.shape[0]
         group = heads // kv_heads
-        flat_q = query.transpose(0, 1).reshape(tokens, heads * size)
-        flat_k = key.transpose(0, 1).reshape(tokens, kv_heads * size)
-        flat_v = value.transpose(0, 1).reshape(tokens, kv_heads * size)
+        # One gather for all buckets: the backward of each would fill and add up a gradient over all tokens.
+        queries, keys, values = (
+            x.transpose(0, 1).reshape(tokens, -1).index_select(0, index).split(sizes)
+            for x, index, sizes in ((query, *self._queries), (key, *self._keys), (value, *self._keys))
+        )
         outs = []
-        for bucket, bias in zip(self._buckets, self._masks(rule.window, query.dtype), strict=True):
+        for i, (bucket, bias) in enumerate(zip(self._buckets, self._masks(rule.window, query.dtype), strict=True)):
             n, t = bucket.query_index.shape
             length = bucket.key_index.shape[1]
-            q = flat_q.index_select(0, bucket.query_index.view(-1)).view(n, t, kv_heads, group, size)
-            k, v = (
-                flat.index_select(0, bucket.key_index.view(-1)).view(n, length, kv_heads, size)
-                for flat in (flat_k, flat_v)
-            )
+            q = queries[i].view(n, t, kv_heads, group, size)
+            k, v = keys[i].view(n, length, kv_heads, size), values[i].view(n, length, kv_heads, size)
             out = block_attention(
                 q.permute(0, 2, 3, 1, 4).contiguous().view(n * kv_heads, group * t, size),
                 k.permute(0, 2, 3, 1).contiguous().view(n * kv_heads, size, length),
@@ -209,6 +210,10 @@ def _bucket(packed: PackedBatch) -> tuple[list[_Bucket], Tensor]:
         buckets.append(_Bucket(*(x.to(device) for x in bucket.__dict__.values())))
         offset += members.numel() * t
     return buckets, order.to(device)
+
+
+def _joined(indices: list[Tensor]) -> tuple[Tensor, list[int]]:
+    return torch.cat([index.view(-1) for index in indices]), [index.numel() for index in indices]
 
 
 def _round_up(counts: Tensor, multiple: int) -> Tensor:

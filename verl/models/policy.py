@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from verl.errors import ModelError
 from verl.models.attention import AttentionContext
 from verl.models.full_kl import full_kl
+from verl.models.fused import install
 from verl.models.log_probs import logit_rule, project, project_rows, response_log_probs, temper
 from verl.models.packed import PackedBatch, PackedContext
 from verl.models.rows import RowRule, apply_row_rule, choose_row_rule
@@ -133,6 +134,7 @@ def follow_row_rule(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
     """See :func:`choose_row_rule`; the model follows it from then on."""
     rule = choose_row_rule(model, dtype)
     apply_row_rule(model, rule)
+    install(model, rule)
     return rule
 
 
