@@ -58,7 +58,7 @@ def _scale(arguments: argparse.Namespace) -> None:
     least, most = config.rollout.min_workers, config.rollout.max_workers
     if not run.is_locked():
         raise VerlError("the run is not running on this machine", str(run.path), "start it with verl train first")
-    if not config.cluster.placement.rollout_alone:
+    if not config.rollout_apart:
         fix = "start it with cluster.placement.rollout=rollout and rollout.max_workers"
         raise ConfigError("the run has no rollout workers of its own", str(run.path), fix)
     if not (least or 1) <= wanted <= (most or wanted):

@@ -121,11 +121,12 @@ class RayWorkers:
         return self._answers("score", [self._actors[0].score.remote(batch)])[0]
 
     def expect(self, requests: list[Request], prompts: DataProto) -> None:
-        """Nobody waits for this or for :meth:`hear`: what goes wrong there shows when the batch is scored."""
+        """Nobody waits for this; what goes wrong shows when the batch is scored."""
         self._actors[0].expect.remote(requests, prompts)
 
-    def hear(self, results: list[Result]) -> None:
-        self._actors[0].hear.remote(results)
+    def hear(self, results: list[Result]) -> Any:
+        """A reference to the answer."""
+        return self._actors[0].hear.remote(results)
 
     def actor_log_probs(self, batch: DataProto) -> DataProto:
         shared = ray.put(batch)

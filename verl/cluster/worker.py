@@ -176,8 +176,11 @@ class Worker:
         """Rollout workers are sampling these; :meth:`hear` tells what they have."""
         self._early.expect(requests, prompts)
 
-    def hear(self, results: list[Result]) -> None:
+    def hear(self, results: list[Result]) -> bool:
+        """Whether to call again soon, with whatever there is then: reward functions are at work."""
         self._early.finished(results)
+        assert self._scorer is not None
+        return self._scorer.working
 
     def publish(self, version: int) -> None:
         """The engine's caches are dropped, the version is noted. Its weights are the actor's own tensors; where those

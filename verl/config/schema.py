@@ -75,6 +75,12 @@ class Config(Section):
         return _off_policy(self.trainer.mode, self.trainer.max_staleness)
 
     @property
+    def rollout_apart(self) -> bool:
+        """Whether rollout has worker processes of its own."""
+        asked = self.cluster.placement.rollout_alone or self.trainer.mode != "sync"
+        return asked and self.cluster.backend != "inline"
+
+    @property
     def bootstraps(self) -> bool:
         """Whether the critic is asked for the value behind a response that was cut, which takes one token more."""
         return self.uses_critic and self.algorithm.bootstrap_truncated

@@ -131,6 +131,11 @@ class RuleScorer:
         if self._pool is not None and self._begun:
             self._pool.pump()
 
+    @property
+    def working(self) -> bool:
+        """Whether :meth:`pump` has anything to do."""
+        return self._pool is not None and bool(self._begun)
+
     def score(self, batch: DataProto) -> DataProto:
         """Score every response of ``batch``.
 
