@@ -124,6 +124,7 @@ critic/{score,rewards,advantages,returns}/SPREAD response_length/SPREAD prompt_l
 {response_length,prompt_length}/clip_ratio
 timing_s/{gen,reward,old_log_prob,adv,update_actor,update_weights,step} timing_per_token_ms/{gen,adv,update_actor}
 perf/{total_num_tokens,time_per_step,throughput,max_memory_gb}
+rollout/{preemptions,prefix_reuse}
 training/{global_step,epoch,frac_reward_zero_std} training/rollout_probs_diff_{mean,max,std}
 """
 WITH_A_CRITIC_AND_A_REFERENCE = """

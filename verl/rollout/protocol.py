@@ -207,6 +207,19 @@ class EngineStats:
         sums = {name: sum(getattr(part, name) for part in parts) for name in cls.__dataclass_fields__}
         return cls(**sums | {"version": version, "paused": any(part.paused for part in parts)})
 
+    def metrics(self, before: EngineStats) -> dict[str, float]:
+        """What shared memory cost and saved since ``before``: 0 where engines have left meanwhile.
+
+        ``rollout/preemptions``, and ``rollout/prefix_reuse``: of the tokens of prompts, those that were there already,
+        from 0 to 1.
+        """
+        preemptions, reused, prefilled = (
+            max(getattr(self, name) - getattr(before, name), 0)
+            for name in ("preemptions", "reused_tokens", "prefill_tokens")
+        )
+        share = reused / (reused + prefilled) if reused else 0.0
+        return {"rollout/preemptions": float(preemptions), "rollout/prefix_reuse": share}
+
 
 class RolloutEngine(Protocol):
     """Results come in the order in which they finish; which requests run together never changes a result."""

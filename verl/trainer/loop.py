@@ -58,6 +58,7 @@ class TrainingLoop:
             with timer("testing"):
                 metrics = self.evaluate()
             self.tracker.log(0, metrics | timer.flush())
+        engines = roles.rollout.stats()
         while state.step < self.total_steps:
             with timer("step"):
                 now = state.scheduled(config, self.total_steps)
@@ -85,7 +86,9 @@ class TrainingLoop:
             progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
             numbers |= moving_values(now.actor)
             costs = cost_metrics(batch, timings, roles.peak_memory_gb())
-            self.tracker.log(state.step, numbers | costs | timings | roles.rollout.metrics() | progress | measured)
+            before, engines = engines, roles.rollout.stats()
+            sampling = roles.rollout.metrics() | engines.metrics(before)
+            self.tracker.log(state.step, numbers | costs | timings | sampling | progress | measured)
             # After the step is written down: a run killed in between does it again, and no step loses its line. The
             # seconds are logged with the next step.
             if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
