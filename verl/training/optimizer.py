@@ -233,8 +233,8 @@ class Optimizer:
                 group["lr"] = learning_rate
             self._adamw.step()
             moved = self._weights.watched() != before
-            moved_share = self._weights.total([float(moved.sum()), float(moved.numel())])
-            metrics[f"{self._name}/weights_moved"] = Metric(*moved_share, "mean")
+            share, count = self._weights.total([float(moved.sum()), float(moved.numel())])
+            metrics[f"{self._name}/weights_moved"] = Metric(share, count, "mean")
             self._weights.publish()
         if scale is not None and norm != 0:
             scale.update(finite)
