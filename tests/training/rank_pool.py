@@ -20,14 +20,18 @@ from torch import Tensor
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric, merge_all, reduce_metrics
 from verl.config import ActorConfig, CriticConfig
+from verl.config.schema_data import Fp16Config
 from verl.errors import OutOfMemoryError, VerlError
+from verl.models.attention import ATTENTION_NAME
+from verl.models.loading import load_causal_lm
+from verl.models.policy import PolicyModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.training.actor import Actor
 from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
 from verl.training.optimizer import MasterWeights
 from verl.training.parallel import ALONE, Ranks, join_ranks, leave_ranks
-from verl.training.parallel_sharded import ShardedWeights
+from verl.training.parallel_sharded import ShardedWeights, master_weights
 from verl.training.passes import Passes
 from verl.training.saving import load_trained, save_trained
 
@@ -216,3 +220,28 @@ def go_on(member: Member, strategy: str, source: Path | None, target: Path) -> d
             load_trained(source / name, role.weights, role.optimizer)
         save_trained(target / name, role.weights, role.optimizer)
     return {name: tensor.clone() for name, tensor in models.policy_weights.whole()}
+
+
+def copies_that_differ(member: Member, folder: Path, checkpointing: bool) -> list[int]:
+    """Log-probs of a sharded bfloat16 policy that are not those of a copy with the weights it publishes, a step."""
+    ranks = Ranks(member.ranks.rank, member.ranks.size, lockstep=True)
+    policy, copy = (
+        PolicyModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    if checkpointing:
+        enable_checkpointing(policy.model)
+    weights = master_weights(policy, torch.bfloat16, Fp16Config(), ranks, torch.device("cpu"))
+    limits, found = Limits(None, 24, True), []
+    actor = Actor(policy, ActorConfig(), limits, TEMPERATURE, weights)
+    for seed in range(3):
+        batch = make_batch(Shape(prompt_lengths=[4, 6], groups=[4, 2], responses=[5, 2, 7, 3, 6, 1], seed=seed))
+        batch.meta_info["learning_rate"] = 1e-2
+        actor.update(batch, count_denominators(batch.batch["response_mask"], FIXED_DIVISOR))
+        with torch.no_grad():
+            for name, tensor in weights.whole():
+                copy.model.get_parameter(name).copy_(tensor)
+        one = actor.log_probs(batch).batch["old_log_probs"]
+        other = Passes("copy", limits).column(batch, torch.device("cpu"), lambda packed: copy(packed, TEMPERATURE)[0])
+        found.append(int((one != other).sum()))
+    return found

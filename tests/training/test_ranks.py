@@ -19,6 +19,7 @@ from torch import Tensor
 from verl.algorithms.metric import reduce_metrics
 from verl.config import ActorConfig
 from verl.errors import OutOfMemoryError, RanksLostError
+from verl.models.tiny import build_tiny
 from verl.protocol.files import read_safetensors
 from verl.training.micro_batches import Limits
 from verl.training.parallel import Ranks
@@ -119,6 +120,14 @@ def test_law_4_a_checkpoint_goes_on_with_any_ranks_and_strategy(
     for path in files:
         for folder in ("three", "two", "one", "again"):
             assert (tmp_path / folder / path).read_bytes() == (first / path).read_bytes(), (folder, path)
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", True), ("gpt2", False)])
+def test_law_3_published_weights_give_the_bits_of_the_sharded_ones(
+    pools: dict[int, Pool], tmp_path: Path, family: str, checkpointing: bool
+) -> None:
+    folder = build_tiny(tmp_path, family=family)
+    assert pools[2].each("copies_that_differ", folder, checkpointing) == [[0, 0, 0]] * 2
 
 
 def test_ranks_that_differ_are_found(pools: dict[int, Pool]) -> None:
