@@ -28,7 +28,7 @@ help:
 	@echo "make test        lint, types, layers and all tests"
 	@echo "make check       lint, types and layers only"
 	@echo "make drills      long runs and failure drills"
-	@echo "make docs        write docs/configuration.md again, from the schema"
+	@echo "make docs        write docs/configuration.md and docs/metrics.md again, from the code"
 	@echo "make setup       only the environment, $(VENV)"
 	@echo "make clean       remove caches and build leftovers (not $(VENV), runs/ or data/)"
 
@@ -66,6 +66,7 @@ drills: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/verl config reference --out docs/configuration.md
+	@$(BIN)/verl metrics reference --out docs/metrics.md
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

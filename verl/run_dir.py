@@ -288,6 +288,10 @@ class RunDir:
         finally:
             os.close(descriptor)
 
+    def lock_holder(self) -> dict[str, Any]:
+        """``pid, host, since`` of the last run that held the folder; empty where nobody ever did."""
+        return next(iter(read_jsonl(self.lock_file)[0]), {})
+
     # --- events
 
     def log_event(self, kind: str, subject: str = "", detail: Any = "", step: int | None = None) -> EventRecord:

@@ -331,13 +331,20 @@ def test_metrics_of_shared_prompts() -> None:
     """4 prompts of 20 tokens, each computed by the first of its 3 responses, are used again by the other two."""
     engine = make_engine(random_policy(), 16)
     before = engine.stats()
-    assert before.metrics(before) == {"rollout/preemptions": 0.0, "rollout/prefix_reuse": 0.0}
+    idle = {"rollout/waiting": 0.0, "rollout/active": 0.0, "rollout/kv_blocks_used": 0.0}
+    assert before.metrics(before) == idle | {"rollout/preemptions": 0.0, "rollout/prefix_reuse": 0.0}
     run_all(engine, groups(random_prompts([20] * 4), 3, lambda i: 2 + i))
     found = engine.stats()
     # The last token of a prompt is fed again by whoever samples behind it, one at a time.
-    assert found.metrics(before) == {"rollout/preemptions": 0.0, "rollout/prefix_reuse": pytest.approx(152 / 232)}
+    assert found.metrics(before) == idle | {
+        "rollout/preemptions": 0.0,
+        "rollout/prefix_reuse": pytest.approx(152 / 232),
+    }
     assert replace(before, preemptions=3).metrics(before)["rollout/preemptions"] == 3.0
-    assert before.metrics(found) == {"rollout/preemptions": 0.0, "rollout/prefix_reuse": 0.0}  # it left, another came
+    assert before.metrics(found) == idle | {
+        "rollout/preemptions": 0.0,
+        "rollout/prefix_reuse": 0.0,
+    }  # it left, another came
 
 
 def test_pause_holds_everything_and_resume_goes_on() -> None:

@@ -100,8 +100,11 @@ class Chromium:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, **media: str) -> None:
-        """Opens a file and waits until it is loaded; ``media``: features such as ``prefers_color_scheme="dark"``."""
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, **media: str) -> None:
+        """Opens a file or an address and waits until it is loaded.
+
+        ``media``: features such as ``prefers_color_scheme="dark"``.
+        """
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700
         )
@@ -110,7 +113,8 @@ class Chromium:
         self.call("Emulation.setEmulatedMedia", media="", features=features)
         self.call("Page.navigate", url="about:blank")
         self.console, self.requests = [], []
-        loader = self.call("Page.navigate", url=page.as_uri())["loaderId"]
+        url = page if isinstance(page, str) else page.as_uri()
+        loader = self.call("Page.navigate", url=url)["loaderId"]
         while loader not in self._loaded:
             self._next(f"{page} did not load")
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from verl.tracking.report import report_data, write_report
 from verl.tracking.report_config import settings
 from verl.tracking.report_curves import MAX_POINTS, curves
 from verl.tracking.report_samples import shown_samples
-from verl.tracking.samples import SampleRow, SampleWriter
+from verl.tracking.samples import TOKENS, SampleRow, SampleWriter
 from verl.tracking.summary import read_metrics, summarize
 
 
@@ -355,16 +357,24 @@ def test_torn_and_odd_sample_lines_are_counted_and_odd_values_survive(tmp_path: 
     assert embedded(page)["notes"] == ["1 unreadable line in samples/ skipped"]
 
 
+def many_tokens(seed: int) -> dict[str, Any]:
+    figures = random.Random(seed)
+    values = {
+        name: [round(figures.gauss(0, 1), 2) for _ in range(TOKENS)] for name in ("advantage", "log_prob", "change")
+    }
+    return {"text": [" token"] * TOKENS, "version": seed, "change_from": "the engine"} | values
+
+
 def test_200_steps_of_128_samples_stay_under_5_mb(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
-    run = make_run(tmp_path / "run", total=200)
+    run = make_run(tmp_path / "run", total=200, validate_every=0)
     for k in range(1, 201):
-        lines = [
-            json.dumps({"step": k} | vars(row(f"u{g}", i, f"<b>{k * i}</b> " * 60)))
-            for g in range(16)
-            for i in range(8)
-        ]
-        run.samples(k).write_text("\n".join(lines) + "\n")
+        rows = [row(f"u{g}", i, f"<b>{k * i}</b> " * 60) for g in range(16) for i in range(8)]
+        rows[:2] = [replace(one, tokens=many_tokens(k)) for one in rows[:2]]  # as many as a run keeps of them
+        SampleWriter(run).write(k, "train", rows)
     page = write_report(run)
     assert page.stat().st_size < 5_000_000
     samples = embedded(page.read_text(encoding="utf-8"))["samples"]
+    groups = embedded(page.read_text(encoding="utf-8"), "sample-data")
+    kept = {group["step"] for group in groups for one in group["rows"] if "tokens" in one}
+    assert len(kept) >= 15 and {1, 200} <= kept
     assert samples["rows"] >= 1000 and samples["of_rows"] == 128 * samples["steps"] and samples["of_steps"] == 200

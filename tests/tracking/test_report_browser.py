@@ -11,7 +11,7 @@ import pytest
 from chromium import BINARY, Chromium
 
 from verl.run_dir import RunDir
-from verl.tracking.report import write_report
+from verl.tracking.report import write_comparison, write_report
 from verl.tracking.samples import SampleRow, SampleWriter
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium and no chrome is installed")
@@ -224,6 +224,105 @@ def test_hostile_samples_are_shown_not_obeyed(browser: Chromium, tmp_path: Path,
         browser.call("Emulation.setEmulatedMedia", media="print")
         assert browser.run(cut) == 0
         assert quiet(browser, written)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_tokens_are_coloured_by_what_the_files_hold(browser: Chromium, tmp_path: Path, width: int, height: int) -> None:
+    run = RunDir(tmp_path).create()
+    figures = {"text": ["<b>", " is", " 4\u202e"], "advantage": 0.5, "change": [-1.0, 0.0, 0.5], "version": [3, 3, 4]}
+    rows = [
+        SampleRow(
+            "train",
+            "u",
+            0,
+            "p",
+            "<b> is 4",
+            score=1.0,
+            response_length=9,
+            tokens=figures | {"change_from": "the engine"},
+        ),
+        SampleRow("train", "u", 1, "p", "no tokens", score=0.0),
+    ]
+    SampleWriter(run).write(1, "train", rows)
+    run.metrics.write_text('{"step": 1}\n')
+    written = write_report(run)
+    browser.open(written, width, height)
+    colours = "[...byId('filters').elements.colour.options].map((o) => o.value)"
+    assert browser.run(colours) == ["", "advantage", "change", "version"]
+    assert browser.run(SHOWN) == 2 and browser.run("document.querySelectorAll('.t').length") == 0
+    choose(browser, colour="change")
+    assert browser.run(SHOWN) == 1  # the other has no tokens
+    shown = "[...document.querySelectorAll('.t')].map((t) => [t.textContent, t.className, t.title])"
+    assert browser.run(shown) == [
+        ["<b>", "t down4", "log-prob change -1"],
+        [" is", "t", "log-prob change 0"],
+        [" 4⟨U+202E⟩", "t up2", "log-prob change 0.5"],
+    ]
+    legend = browser.run("document.querySelector('.legend-line').textContent")
+    assert "from the engine" in legend and "the first 3 of 9 tokens" in legend
+    choose(browser, colour="advantage", view="groups")
+    assert [name for _, name, _ in browser.run(shown)] == ["t up4"] * 3
+    choose(browser, colour="version")
+    assert [name for _, name, _ in browser.run(shown)] == ["t down4", "t down4", "t"]
+    grounds = "[...document.querySelectorAll('.t')].map((t) => getComputedStyle(t).backgroundColor)"
+    first, _, newest = browser.run(grounds)
+    assert first != newest == "rgba(0, 0, 0, 0)"
+    assert browser.run(NO_SIDEWAYS) and quiet(browser, written)
+
+
+def test_one_prompt_is_followed_across_steps(browser: Chromium, tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    for step in (2, 10, 4):
+        rows = [SampleRow("val", f"val:{step}:{k}", 0, f"prompt {k}", f"at {step}", score=step / 10) for k in (0, 1)]
+        SampleWriter(run).write(step, "val", rows if step != 4 else rows[:1])
+    run.metrics.write_text('{"step": 1}\n')
+    written = write_report(run)
+    browser.open(written)
+    assert browser.run(SHOWN) == 2  # of the newest step
+    choose(browser, view="prompts")
+    assert browser.run("byId('filters').elements.step.disabled")
+    parts = (
+        "[...document.querySelectorAll('.sample')]"
+        ".map((s) => [...s.querySelectorAll('.response b')].map((b) => b.textContent))"
+    )
+    assert browser.run(parts) == [["step 2", "step 4", "step 10"], ["step 2", "step 10"]]
+    assert "3 steps" in browser.run("document.querySelector('.sample header').textContent")
+    assert "mean reward 0.2 → 1" in browser.run("document.querySelector('.sample header').textContent")
+    choose(browser, view="rows")
+    assert browser.run(SHOWN) == 2
+    assert quiet(browser, written)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_runs_lie_over_each_other(
+    browser: Chromium, tmp_path: Path, make_run: Callable[..., RunDir], hostile: str, width: int, height: int
+) -> None:
+    runs = [make_run(tmp_path / name, total) for name, total in (("a", 20), ("b", 10))]
+    runs[1].config.write_text(runs[1].config.read_text() + f"model2: {json.dumps(hostile)}\nrollout: {{n: 4}}\n")
+    runs[0].config.write_text(runs[0].config.read_text() + "rollout: {n: 8}\n")
+    written = write_comparison(runs, tmp_path / "both.html")
+    browser.open(written, width, height)
+    charts = (
+        "[...document.querySelectorAll('.chart')]"
+        ".map((c) => [c.querySelector('h3').textContent, c.querySelectorAll('.legend li').length])"
+    )
+    found = dict(browser.run(charts))
+    assert found["Reward"] == 2 and found["Validation, reasoning_gym/chain_sum"] == 2 and "Entropy" in found
+    table = "[...document.querySelectorAll('#facts tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    rows = {row[0]: row[1:] for row in browser.run(table)}
+    assert rows[""] == [f"synthetic ({run.path})" for run in runs]
+    assert rows["steps"] == ["20 of 40", "10 of 40"]
+    keys = (
+        "[...byId('config-rows').rows]"
+        ".map((row) => [row.querySelector('code'), row.cells[1], row.cells[2]].map((cell) => cell.textContent))"
+    )
+    assert browser.run(keys) == [["rollout.n", "8", "4"], ["model2", "(not there)", hostile]]
+    assert browser.run("['samples', 'events'].map(byId)") == [None, None]
+    browser.run("byId('metric-all').click()")
+    assert "timing_s/gen" in dict(browser.run(charts))
+    point_at_last_step(browser, touch=width < 700)
+    assert browser.run("document.querySelector('.tip').textContent").startswith("step 20")
+    assert browser.run("document.title") != "ran" and browser.run(NO_SIDEWAYS) and quiet(browser, written)
 
 
 POOR_RUNS = {

@@ -146,6 +146,37 @@ def test_rows_of_a_batch_ignore_masked_positions_and_keep_unscored_rows_apart() 
     ]
 
 
+def test_the_best_and_the_worst_of_the_first_prompt_keep_their_tokens() -> None:
+    batch = batch_of_two()
+    nan = math.nan
+    batch.batch |= {
+        "responses": torch.tensor([[5, 6, 0], [7, 8, 9]]),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, nan], [-1.0, -1.0, -1.0]]),
+        "old_log_probs": torch.tensor([[-1.5, -1.75, nan], [-1.0, -1.0, -1.0]]),
+        "scored": torch.tensor([True, True]),
+    }
+    best, worst = rows_from_batch(batch, "train", lambda ids: f"<{ids[0]}>" if len(ids) == 1 else "")
+    assert best.tokens == {
+        "text": ["<5>", "<6>"], "advantage": [0.5, 1.5], "log_prob": [-1.5, -1.75], "change": [-0.5, 0.25],
+        "change_from": "the engine", "version": [3.0, 4.0],
+    }  # fmt: skip
+    assert worst.tokens is not None and worst.tokens["advantage"] == -1.0 and worst.tokens["change"] == 0.0
+    batch.batch["ref_log_probs"] = torch.tensor([[-2.0, -2.0, nan], [-1.0, -1.0, -1.0]])
+    first = rows_from_batch(batch, "train", str)[0]
+    assert first.tokens is not None
+    assert (first.tokens["change"], first.tokens["change_from"]) == ([0.5, 0.25], "the reference")
+
+
+def test_only_rows_with_tokens_write_them(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).create()
+    rows = [SampleRow("train", "u", 0, "p", "r", tokens={"text": ["r"]}), SampleRow("train", "u", 1, "p", "r")]
+    path = SampleWriter(run).write(1, "train", rows)
+    assert ["tokens" in json.loads(line) for line in path.read_text().splitlines()] == [True, False]
+    assert read_samples(path)[0] == rows
+    path.write_text(path.read_text().replace('{"text": ["r"]}', "7"))
+    assert read_samples(path)[0][0].tokens is None
+
+
 def test_rows_say_what_a_score_became_and_why_there_is_none() -> None:
     batch = batch_of_two()
     batch.batch |= {

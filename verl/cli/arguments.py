@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from verl.errors import ConfigError
@@ -84,6 +85,17 @@ def group(commands: Commands, name: str, help: str) -> Commands:
     parser.set_defaults(command=needs_a_command)
     inner = parser.add_subparsers(title="commands", metavar="COMMAND")
     return inner
+
+
+def write_page(text: str, out: Path | None) -> None:
+    """Into the file, whose name is printed, or to standard output."""
+    from verl.run_dir import write_atomic
+
+    if out is None:
+        print(text, end="")
+    else:
+        write_atomic(out, text)
+        print(out)
 
 
 def settings(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, common, group
+from verl.cli.arguments import Commands, common, group, write_page
 
 if TYPE_CHECKING:
     from verl.config import LoadedConfig
@@ -169,10 +169,5 @@ def _named(name: str | None, settings: Sequence[str] = (), under: Sequence[str] 
 
 def _reference(arguments: argparse.Namespace) -> None:
     from verl.config.reference import reference
-    from verl.run_dir import write_atomic
 
-    if arguments.out is None:
-        print(reference(), end="")
-    else:
-        write_atomic(arguments.out, reference())
-        print(arguments.out)
+    write_page(reference(), arguments.out)

@@ -14,7 +14,21 @@ from types import FrameType
 from typing import NoReturn
 
 from verl import __version__
-from verl.cli import config, data, doctor, evaluate, generate, init, models, replay, reward, runs, supervised, train
+from verl.cli import (
+    config,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    init,
+    metrics,
+    models,
+    replay,
+    reward,
+    runs,
+    supervised,
+    train,
+)
 from verl.cli.arguments import Parser
 from verl.errors import ConfigError, VerlError
 
@@ -119,7 +133,21 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"verl {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (init, train, supervised, evaluate, generate, data, reward, models, runs, doctor, replay, config):
+    for module in (
+        init,
+        train,
+        supervised,
+        evaluate,
+        generate,
+        data,
+        reward,
+        models,
+        runs,
+        metrics,
+        doctor,
+        replay,
+        config,
+    ):
         module.add(commands)
     return parser
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, common, group
+from verl.cli.arguments import Commands, common, group, not_negative
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from verl.run_dir import RunDir
     from verl.tracking.runs import RunDescription, RunOverview
 
-STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "crashed": "bold red"}
 RUN_HELP = "name of a run in runs/, or a path"
 
 
@@ -35,16 +36,56 @@ def add(commands: Commands) -> None:
     scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="how many there shall be")
     scale.set_defaults(command=_scale)
 
-    report = commands.add_parser("report", parents=[common()], help="write a run's report page again; prints its path")
-    report.add_argument("run", help=RUN_HELP)
+    watch = commands.add_parser("watch", parents=[common()], help="a run on the terminal, drawn again while it grows")
+    watch.add_argument("run", help=RUN_HELP)
+    watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
+    watch.set_defaults(command=_watch)
+
+    serve = commands.add_parser("serve", parents=[common()], help="the report of runs live in a browser")
+    serve.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's gets a token")
+    serve.add_argument("--port", type=not_negative, default=8266, help="default 8266; 0: any that is free")
+    serve.set_defaults(command=_serve)
+
+    report = commands.add_parser(
+        "report", parents=[common()], help="write a run's page, or one of several runs; prints its path"
+    )
+    report.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
+    report.add_argument("--out", type=Path, help="file to write (default: report.html or compare.html in the run)")
     report.set_defaults(command=_report)
 
 
-def _report(arguments: argparse.Namespace) -> None:
-    from verl.tracking.report import write_report
+def _watch(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from verl.tracking.runs import find_run
+    from verl.tracking.watch import watch
+
+    watch(find_run(arguments.run), Console(highlight=False), arguments.once)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from verl.tracking.serve import ReportServer, serve
+
+    server = ReportServer(_distinct(arguments.run), arguments.host, arguments.port)
+    print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+    serve(server)
+
+
+def _distinct(names: list[str]) -> list[RunDir]:
     from verl.tracking.runs import find_run
 
-    print(write_report(find_run(arguments.run)))
+    return list({run.path.resolve(): run for run in map(find_run, names)}.values())
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from verl.tracking.report import write_comparison, write_report
+
+    runs = _distinct(arguments.run)
+    if len(runs) == 1:
+        print(write_report(runs[0], arguments.out))
+    else:
+        print(write_comparison(runs, arguments.out or runs[0].path / "compare.html"))
 
 
 def _scale(arguments: argparse.Namespace) -> None:
@@ -75,7 +116,6 @@ def _scale(arguments: argparse.Namespace) -> None:
 
 def _list(arguments: argparse.Namespace) -> None:
     from dataclasses import asdict
-    from pathlib import Path
 
     from rich.console import Console
 
@@ -97,6 +137,7 @@ def print_runs(console: Console, runs: list[RunOverview]) -> None:
     from rich.text import Text
 
     from verl.tracking.console import printable
+    from verl.tracking.runs import STYLES
 
     head = ("NAME", "STATUS", "STEPS", "REWARD", "HELD-OUT", "STARTED", "TOOK")
     rows = [head, *map(_cells, runs)]
@@ -147,6 +188,7 @@ def print_run(console: Console, run: RunDescription) -> None:
 
     from verl.tracking.console import print_samples, printable
     from verl.tracking.live import curve_line, shares
+    from verl.tracking.runs import STYLES
 
     def say(label: str, text: str, style: str = "") -> None:
         line = Text().append(f"{label:<12}", "dim").append(printable(text).replace("\n", " "), style)

@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric, merge_all
+from verl.cluster.roles import merged_memory
 from verl.cluster.start import EventLog
 from verl.data.balancing import karmarkar_karp
 from verl.errors import ClusterError, RanksLostError, VerlError, WorkerDiedError
@@ -112,9 +113,8 @@ class RayWorkers:
     def compare(self, requests: list[Request], results: list[Result]) -> ParityReport:
         return self._answers("compare", [actor.compare.remote(requests, results) for actor in self._actors])[0]
 
-    def peak_memory_gb(self) -> float:
-        """Of the rank that had the most."""
-        return max(self._answers("peak_memory_gb", [actor.peak_memory_gb.remote() for actor in self._actors]))
+    def memory_gb(self) -> dict[str, float]:
+        return merged_memory(self._answers("memory_gb", [actor.memory_gb.remote() for actor in self._actors]))
 
     def score(self, batch: DataProto) -> DataProto:
         """On the first rank: a reward function may look at a batch as a whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +20,7 @@ class WorkerCalls(Protocol):
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]: ...
     def publish(self, version: int) -> None: ...
     def engine_stats(self) -> EngineStats: ...
-    def peak_memory_gb(self) -> float: ...
+    def memory_gb(self) -> dict[str, float]: ...
     def score(self, batch: DataProto) -> DataProto: ...
     def actor_log_probs(self, batch: DataProto) -> DataProto: ...
     def reference_log_probs(self, batch: DataProto) -> DataProto: ...
@@ -30,6 +30,12 @@ class WorkerCalls(Protocol):
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]: ...
     def save(self, folder: str) -> None: ...
     def load(self, folder: str) -> None: ...
+
+
+def merged_memory(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of several processes: the largest peak, the rewards of whoever has them, the others by their own names."""
+    largest = {name: max(part[name] for part in parts) for name in ("peak", "rewards")}
+    return {name: value for part in parts for name, value in part.items()} | largest
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Rollout(Protocol):
     def stats(self) -> EngineStats: ...
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/*`` of workers of its own, since the last call."""
+        """Of workers of its own, since the last call: ``rollout/*``, and idle share and memory of each."""
         ...
 
 
@@ -176,9 +182,9 @@ class Roles:
         holders = (self.policy, self.scorer, self.reference, self.critic)
         return list({id(holder.worker): holder.worker for holder in holders if holder is not None}.values())
 
-    def peak_memory_gb(self) -> float:
-        """Of the process that had the most."""
-        return max(worker.peak_memory_gb() for worker in self._workers())
+    def memory_gb(self) -> dict[str, float]:
+        """GiB by process; ``peak``: the most that one of the models' processes ever had."""
+        return merged_memory([worker.memory_gb() for worker in self._workers()])
 
     def save(self, folder: str) -> None:
         for worker in self._workers():

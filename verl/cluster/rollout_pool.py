@@ -46,6 +46,7 @@ class _Member:
         leaving: it has been asked to hand back what it has, and ends then.
         weights: version and reference that it has yet to take.
         stats: of its engine, at its last answer.
+        memory: bytes that it held at its last answer.
     """
 
     name: str
@@ -57,6 +58,7 @@ class _Member:
     leaving: bool = False
     weights: tuple[int, Any] | None = None
     stats: EngineStats | None = None
+    memory: int = 0
 
     def call(self, method: str, *arguments: Any) -> None:
         if not self.calls:
@@ -209,10 +211,13 @@ class RolloutPool:
             stats = self._dispatcher.stats(time.monotonic())
             waited, self._waited = max(self._waited, stats.oldest_wait), 0.0
             new, self._counted = stats.counts - self._counted, stats.counts
+            held = {name: member.memory / 2**30 for name, member in self._members.items()}
         return {
             "rollout/workers": float(len(stats.in_flight)),
             "rollout/idle_share": sum(stats.idle_share.values()) / max(len(stats.idle_share), 1),
             "rollout/queue_wait": waited,
+            **{f"perf/idle/{name.replace(' ', '_')}": share for name, share in stats.idle_share.items()},
+            **{f"perf/memory_gb/{name.replace(' ', '_')}": gib for name, gib in held.items()},
             **{f"rollout/{name}": float(new[name]) for name in ("retried", "late", "lost")},
         }
 
@@ -340,6 +345,7 @@ class RolloutPool:
                 self._end(member, "left", "its requests went on elsewhere")
         elif isinstance(answer, Progress):
             member.stats, self._losses = answer.stats, 0
+            member.memory = answer.memory
             self._dispatcher.complete(member.name, answer.results, now)
 
     def _end_silent(self) -> None:

@@ -18,6 +18,7 @@ from verl.config import Config
 from verl.errors import EngineError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer, stop_ids
+from verl.models.memory import held_memory
 from verl.models.policy import PolicyModel
 from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.protocol import EngineStats, Request, Result, Slot, generate
@@ -36,11 +37,13 @@ class Progress:
     Attributes:
         results: finished since the last answer.
         seconds: spent on it.
+        memory: bytes of main memory that the worker holds.
     """
 
     results: list[Result]
     stats: EngineStats
     seconds: float
+    memory: int
 
 
 class RolloutWorker:
@@ -80,7 +83,7 @@ class RolloutWorker:
             results, stats = self._engine.step(), self._engine.stats()
             seconds_spent = time.monotonic() - started
             if results or seconds_spent >= seconds or not (stats.waiting or stats.active):
-                return Progress(results, stats, seconds_spent)
+                return Progress(results, stats, seconds_spent, held_memory())
 
     def abort(self, slots: list[Slot] | None = None) -> list[Result]:
         """Give these (None: all) back as far as they are."""

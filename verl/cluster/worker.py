@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from verl.cluster.threads import available_cores
 from verl.config import BatchPlan, Config, SupervisedConfig
 from verl.errors import ConfigError
 from verl.models.attention import ATTENTION_NAME
+from verl.models.flops import TRAINING, forward_flops, peak_flops
 from verl.models.loading import (
     is_classifier,
     load_causal_lm,
@@ -28,6 +31,7 @@ from verl.models.loading import (
     save_hf_files,
     stop_ids,
 )
+from verl.models.memory import descendants, held_memory
 from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
@@ -207,11 +211,19 @@ class Worker:
     def compare(self, requests: list[Request], results: list[Result]) -> ParityReport:
         return compare(self._actor.policy, requests, results, self._config.rollout.temperature)
 
-    def peak_memory_gb(self) -> float:
-        """Most memory (GiB) that this process ever had: of the GPU where it computes on one, else of the machine."""
+    def memory_gb(self) -> dict[str, float]:
+        """``peak``: most memory (GiB) that this process ever had, of the GPU where it computes on one, else of the
+        machine; main memory that it holds now, and that its reward processes do together."""
         if torch.cuda.is_initialized():
-            return torch.cuda.max_memory_reserved() / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            peak = torch.cuda.max_memory_reserved() / 2**30
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        rewards = sum(map(held_memory, descendants(os.getpid()))) if self._scorer is not None else 0
+        return {
+            "peak": peak,
+            f"{self._group.pool}_{self._ranks.rank}": held_memory() / 2**30,
+            "rewards": rewards / 2**30,
+        }
 
     def score(self, batch: DataProto) -> DataProto:
         assert self._scorer is not None
@@ -237,10 +249,29 @@ class Worker:
         return self._critic.values(batch)
 
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        return _plain(self._actor.update(mini_batch, denominators))
+        return self._measured(self._actor, self._actor.policy.model, mini_batch, denominators)
 
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        return _plain(self._critic.update(mini_batch, denominators))
+        return self._measured(self._critic, self._critic.model.backbone, mini_batch, denominators)
+
+    def _measured(
+        self, role: Actor | Critic, model: PreTrainedModel, mini_batch: DataProto, denominators: Denominators
+    ) -> dict[str, Metric]:
+        """An update's metrics as plain numbers, with the share of this machine's operations that the model used, and
+        how many tokens each packed one stood for."""
+        attention, passes = mini_batch.tensors["attention_mask"], role.passes
+        responses = attention[:, mini_batch.tensors["prompts"].shape[1] :].sum(1)
+        weight = next(model.parameters())
+        peak = peak_flops(weight.dtype, weight.device, torch.get_num_threads())
+        whole, packed, started = passes.whole_tokens, passes.packed_tokens, time.perf_counter()
+        metrics = {name: metric.to_floats() for name, metric in role.update(mini_batch, denominators).items()}
+        seconds = time.perf_counter() - started
+        # The batch is that of all ranks.
+        flops = 0.0 if self._ranks.rank else TRAINING * forward_flops(model, attention.sum(1), responses)
+        return metrics | {
+            f"perf/mfu/{passes.role}": Metric(flops, seconds * peak),
+            f"perf/prefix_sharing/{passes.role}": Metric(passes.whole_tokens - whole, passes.packed_tokens - packed),
+        }
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -295,8 +326,3 @@ def limits_of(plan: BatchPlan, config: Config) -> Limits:
     return Limits(
         plan.micro_batch_rows, plan.max_tokens, sharing == "on" or (sharing == "auto" and config.rollout.n > 1)
     )
-
-
-def _plain(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics as numbers, cheap to send."""
-    return {name: metric.to_floats() for name, metric in metrics.items()}

@@ -47,6 +47,11 @@ class Finding:
         """In one line, without cause and fix."""
         return f"{self.what}: {self.evidence}" if self.evidence else self.what
 
+    @property
+    def advice(self) -> str:
+        """In one line, with the fix."""
+        return f"{self.text} → {self.fix}" if self.fix else self.text
+
 
 @dataclass(frozen=True)
 class Evidence:

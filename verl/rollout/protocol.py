@@ -208,17 +208,23 @@ class EngineStats:
         return cls(**sums | {"version": version, "paused": any(part.paused for part in parts)})
 
     def metrics(self, before: EngineStats) -> dict[str, float]:
-        """What shared memory cost and saved since ``before``: 0 where engines have left meanwhile.
+        """What shared memory cost and saved since ``before`` (0 where engines have left), and what is held now.
 
         ``rollout/preemptions``, and ``rollout/prefix_reuse``: of the tokens of prompts, those that were there already,
-        from 0 to 1.
+        from 0 to 1. ``rollout/{waiting,active}``: requests. ``rollout/kv_blocks_used``: a share.
         """
         preemptions, reused, prefilled = (
             max(getattr(self, name) - getattr(before, name), 0)
             for name in ("preemptions", "reused_tokens", "prefill_tokens")
         )
         share = reused / (reused + prefilled) if reused else 0.0
-        return {"rollout/preemptions": float(preemptions), "rollout/prefix_reuse": share}
+        return {
+            "rollout/waiting": float(self.waiting),
+            "rollout/active": float(self.active),
+            "rollout/kv_blocks_used": self.blocks_used / self.blocks if self.blocks else 0.0,
+            "rollout/preemptions": float(preemptions),
+            "rollout/prefix_reuse": share,
+        }
 
 
 class RolloutEngine(Protocol):

@@ -71,7 +71,7 @@ class LiveTracker:
         self._last: Mapping[str, float] = {}
         self._stages: Counter[str] = Counter()  # seconds of all steps of this session
         self._limit = samples
-        self._samples: list[_Sample] = []
+        self._samples: list[ShownSample] = []
         self._sampled = -SAMPLE_SECONDS
         self._started = clock()
         self._console = console
@@ -93,7 +93,7 @@ class LiveTracker:
     def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
         if self._clock() - self._sampled >= SAMPLE_SECONDS:
             kind = "held-out, " if split == "val" else ""
-            self._samples = [_Sample.of(row, f"{kind}step {step}") for row in best_and_worst(rows)[: self._limit]]
+            self._samples = [ShownSample.of(row, f"{kind}step {step}") for row in best_and_worst(rows)[: self._limit]]
             self._sampled = self._clock()
 
     def close(self) -> None:
@@ -156,21 +156,7 @@ class LiveTracker:
         """Made once a step and width: all steps are looked at."""
         key = (len(self._curves), columns)
         if key != self._curves_made:
-            curves = self._curves[: key[0]]
-            lines = []
-            for name, style in (
-                ("reward", "cyan"),
-                ("loss", "cyan"),
-                ("accuracy", ""),
-                ("val", "green"),
-                ("KL", ""),
-                ("entropy", ""),
-                ("length", ""),
-            ):
-                values = [value for step in curves if (value := step[name]) is not None]
-                if values:
-                    label = {"val": "held-out", "KL": self._kl_label}.get(name, name)
-                    lines.append(curve_line(label, values, columns, style, self._blocks))
+            lines = curve_lines(self._curves[: key[0]], self._kl_label, columns, self._blocks)
             self._curves_made, self._curves_shown = key, lines
         return self._curves_shown
 
@@ -180,6 +166,20 @@ class LiveTracker:
         line.append(shares(stages) if whole is None else f"{duration(whole)}: {shares(stages)}")
         speed = names.number(self._last, "perf/throughput")
         return line if speed is None else line.append(f", {speed:,.0f} tokens/s")
+
+
+def curve_lines(
+    figures: Sequence[Mapping[str, float | None]], kl_label: str, columns: int, blocks: str = BLOCKS
+) -> list[Text]:
+    """A line for each of :func:`verl.tracking.names.figures` that the steps have, the gradient norm left out."""
+    lines = []
+    styles = {"reward": "cyan", "loss": "cyan", "val": "green"}
+    for name in ("reward", "loss", "accuracy", "val", "KL", "entropy", "length"):
+        values = [value for step in figures if (value := step[name]) is not None]
+        if values:
+            label = {"val": "held-out", "KL": kl_label}.get(name, name)
+            lines.append(curve_line(label, values, columns, styles.get(name, ""), blocks))
+    return lines
 
 
 def curve_line(
@@ -217,7 +217,7 @@ def best_and_worst(rows: Sequence[SampleRow]) -> list[SampleRow]:
 
 
 @dataclass(frozen=True)
-class _Sample:
+class ShownSample:
     """A response made safe to show."""
 
     head: Text
@@ -225,7 +225,7 @@ class _Sample:
     response: str
 
     @classmethod
-    def of(cls, row: SampleRow, title: str) -> _Sample:
+    def of(cls, row: SampleRow, title: str) -> ShownSample:
         prompt = _one_line(_CHAT_MARK.sub(" ", row.prompt[-READ_AT_MOST:]))
         head = sample_head(row).append(f" · {title}", style="dim")
         return cls(head, prompt, _one_line(row.response[:READ_AT_MOST]) or "(empty)")

@@ -25,6 +25,7 @@ from verl.diagnostics import doctor
 from verl.errors import VerlError
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking import names, report_health
+from verl.tracking.metric_table import row_of
 from verl.tracking.report_config import get, read_config, settings
 from verl.tracking.report_curves import curves
 from verl.tracking.report_samples import ShownSamples, data_block, shown_samples
@@ -33,34 +34,45 @@ from verl.tracking.summary import RunSummary, read_metrics, summarize
 MAX_EVENTS = 500
 
 _PAGE = resources.files("verl.tracking") / "page"
-_SCRIPTS = ("base.js", "charts.js", "curves.js", "samples.js", "config.js", "main.js")
+_SCRIPTS = ("base.js", "charts.js", "curves.js", "samples.js", "tokens.js", "config.js", "compare.js", "main.js")
 _ALGORITHMS = {"gae": "PPO", "grpo": "GRPO"}
 
 
-def write_report(run: RunDir | Path | str) -> Path:
-    """Writes the run's ``report.html`` from its other files and returns its path; works on a running run.
+def write_report(run: RunDir | Path | str, path: Path | None = None) -> Path:
+    """Writes the run's ``report.html`` (or ``path``) from its other files and returns it; works on a running run.
 
     Raises:
         VerlError: the folder is not a run's, or the page cannot be written.
     """
-    run_dir = run if isinstance(run, RunDir) else RunDir(run)
+    run_dir = require_run(run if isinstance(run, RunDir) else RunDir(run))
+    path = path or run_dir.report
+    write_atomic(path, render(*report_data(run_dir)))
+    return path
+
+
+def require_run(run_dir: RunDir) -> RunDir:
+    """Raises VerlError where the folder is not a run's."""
     if not run_dir.metrics.is_file() and not run_dir.config.is_file():
         raise VerlError(
             "not a run folder (neither metrics.jsonl nor config.yaml in it)",
             str(run_dir.path),
             "name the folder of a run, such as runs/NAME",
         )
-    write_atomic(run_dir.report, render(*report_data(run_dir)))
-    return run_dir.report
+    return run_dir
 
 
-def report_data(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
-    """Everything the page shows, as its scripts read it: the data block, and the samples' groups as JSON texts."""
+def report_data(run_dir: RunDir, samples: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """Everything the page shows, as its scripts read it: the data block, and the samples' groups as JSON texts.
+
+    Args:
+        samples: look for any.
+    """
     steps, torn = read_metrics(run_dir)
     events = run_dir.read_events()
     summary = summarize(steps)
     config_text, tree = read_config(run_dir)
-    samples = shown_samples(run_dir, {line["step"] for line in steps if names.validation_score(line) is not None})
+    validated = {line["step"] for line in steps if names.validation_score(line) is not None}
+    shown = shown_samples(run_dir, validated) if samples else ShownSamples([], 0, 0, 0, 0, 0)
     found, bucket = curves(steps)
     data = {
         "title": str(get(tree, "trainer.experiment_name") or run_dir.path.resolve().name),
@@ -68,16 +80,63 @@ def report_data(run_dir: RunDir) -> tuple[dict[str, Any], list[str]]:
         "facts": _facts(tree, summary, steps, report_health.planned_steps(events)),
         "status": report_health.status(events, summary.steps),
         "summary": asdict(summary),
-        "warnings": [finding.text for finding in doctor.warnings(run_dir, steps, events)],
-        "notes": _notes(torn, bucket, samples, len(events)),
+        "warnings": [finding.advice for finding in doctor.warnings(run_dir, steps, events)],
+        "notes": _notes(torn, bucket, shown, len(events)),
         "curves": found,
+        "about": {name: row.meaning for name in found["metrics"] if (row := row_of(name)) is not None},
         "marks": report_health.marks(events),
-        "samples": {name: value for name, value in vars(samples).items() if name != "groups"},
+        "samples": {name: value for name, value in vars(shown).items() if name != "groups"},
         "settings": settings(tree) if tree is not None else [],
         "config_text": "" if tree is not None else config_text,
         "events": [asdict(event) for event in events[-MAX_EVENTS:]],
     }
-    return data, samples.groups
+    return data, shown.groups
+
+
+def write_comparison(runs: Sequence[RunDir], path: Path) -> Path:
+    """Writes a page that lays several runs over each other: curves, figures, and where their configurations differ.
+
+    Raises:
+        VerlError: a folder is not a run's, or the page cannot be written.
+    """
+    write_atomic(path, render(comparison_data(runs), []))
+    return path
+
+
+def comparison_data(runs: Sequence[RunDir]) -> dict[str, Any]:
+    """What the page of several runs shows; curves of all runs over the steps of any of them."""
+    parts = [report_data(require_run(run), samples=False)[0] for run in runs]
+    labels = _labels([part["title"] for part in parts], [str(run.path) for run in runs])
+    every = sorted({step for part in parts for step in part["curves"]["steps"]})
+    values: dict[str, dict[str, list[float | None]]] = {}
+    for label, part in zip(labels, parts, strict=True):
+        own = part["curves"]
+        held_out = {f"val-core/{source} (best figure)": column for source, column in own["validation"].items()}
+        for name, column in (own["metrics"] | held_out).items():
+            by_step = dict(zip(own["steps"], column, strict=True))
+            values.setdefault(name, {})[label] = [by_step.get(step) for step in every]
+    keys = {entry["key"]: entry["meaning"] for part in parts for entry in part["settings"]}
+    chosen = [{entry["key"]: entry["value"] for entry in part["settings"]} for part in parts]
+    absent = "(not there)"
+    rows = [{"key": key, "meaning": keys[key], "values": [own.get(key, absent) for own in chosen]} for key in keys]
+    return {
+        "title": " / ".join(labels),
+        "written": parts[0]["written"],
+        "about": {name: text for part in parts for name, text in part["about"].items()},
+        "runs": [
+            {"label": label, **{name: part[name] for name in ("facts", "status", "summary", "warnings", "notes")}}
+            for label, part in zip(labels, parts, strict=True)
+        ],
+        "curves": {"steps": every, "metrics": values},
+        "differences": [row for row in rows if any(value != row["values"][0] for value in row["values"])],
+    }
+
+
+def _labels(titles: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Names that tell the runs apart: their own, the folder too where two have the same."""
+    return [
+        title if titles.count(title) == 1 else f"{title} ({path})" for title, path in zip(titles, paths, strict=True)
+    ]
 
 
 def _facts(
@@ -115,10 +174,12 @@ def _notes(torn: int, bucket: int, samples: ShownSamples, events: int) -> list[s
 def render(data: dict[str, Any], sample_groups: Sequence[str]) -> str:
     """The page for what :func:`report_data` returned."""
     style = (_PAGE / "style.css").read_text(encoding="utf-8")
-    scripts = "\n".join((_PAGE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    live = "live" in data  # served: it asks its server, and only that
+    names = (*_SCRIPTS, "live.js") if live else _SCRIPTS
+    scripts = "\n".join((_PAGE / name).read_text(encoding="utf-8") for name in names)
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(scripts)}; "
-        "base-uri 'none'; form-action 'none'"
+        "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
     )
     parts = {
         "POLICY": policy,

@@ -9,7 +9,7 @@ training and validation split. Long texts are cut in their middle. The page says
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.run_dir import RunDir, json_line
@@ -22,6 +22,7 @@ MAX_STEPS = 100
 FEWEST_STEPS = 25  # before groups are torn apart and texts cut short
 MAX_ROWS = 32  # a step and split, where all there is would not fit
 GROUP_ROWS = 8  # as many rows a step and split are kept before steps are left out
+TOKEN_STEPS = 20  # steps whose samples keep their tokens one by one
 MAX_TEXT = 6000  # characters of one prompt or response
 
 
@@ -32,7 +33,7 @@ class ShownSamples:
     Attributes:
         groups: one JSON text a prompt, safe inside a data block: ``{step, split, uid, of, prompt, ground_truth?,
             data_source?, rows: [{index, response, score?, shaped?, reward?, reason?, advantage?, response_length?,
-            finish_reason?, versions?, extras?}]}``; ``of``: responses that the file has.
+            finish_reason?, versions?, extras?, tokens?}]}``; ``of``: responses that the file has.
         rows, of_rows: responses shown, and how many the shown steps have.
         steps, of_steps: steps shown, and how many have samples.
         torn: unreadable lines met.
@@ -74,8 +75,11 @@ def shown_samples(run_dir: RunDir, validated: set[int]) -> ShownSamples:
     chosen, size = _readable(run_dir, available, validated)
     most = MAX_ROWS if size > 2 * SAMPLE_BUDGET else MAX_ROWS * 16  # a prompt stands in a file once a response
     files, torn = [], 0
+    with_tokens = {chosen[i] for i in spread(len(chosen), TOKEN_STEPS)}
     for step in chosen:
         rows, skipped = read_samples(run_dir.samples(step))
+        if step not in with_tokens:
+            rows = [row if row.tokens is None else replace(row, tokens=None) for row in rows]
         torn += skipped
         files.append(_file(step, rows, most))
     kept, limit, groups = _within_budget(files, validated, most)
@@ -210,6 +214,7 @@ def _row(row: SampleRow, text: int) -> dict[str, Any]:
             "finish_reason": _cut(row.finish_reason, 60),
             "versions": row.versions,
             "extras": extras,
+            "tokens": None if row.tokens is None or text < MAX_TEXT else row.tokens,
         }
     )
 

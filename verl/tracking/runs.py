@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from verl.tracking.samples import SampleRow, read_samples
 from verl.tracking.summary import RunSummary, read_metrics, summarize
 
 RUNS = Path("runs")
+STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "crashed": "bold red"}
 SHOWN_NAMES = 8
 SHOWN_EVENTS = 10
 
@@ -105,12 +107,13 @@ class RunOverview:
 def overview(run_dir: RunDir) -> RunOverview:
     """Reads the run's metrics, events and lock."""
     steps, _ = read_metrics(run_dir)
-    return _overview(run_dir, steps, summarize(steps), run_dir.read_events())
+    return overview_of(run_dir, steps, summarize(steps), run_dir.read_events())
 
 
-def _overview(
+def overview_of(
     run_dir: RunDir, steps: Sequence[dict[str, Any]], summary: RunSummary, events: Sequence[EventRecord]
 ) -> RunOverview:
+    """The same of what was read already."""
     status, reason = _status(run_dir, events, bool(steps))
     times = [event.time for event in events[:1]] + [when for line in steps[:1] if (when := names.number(line, "time"))]
     if not times and run_dir.config.is_file():
@@ -141,6 +144,9 @@ def _status(run_dir: RunDir, events: Sequence[EventRecord], has_metrics: bool) -
     if last.kind == "stopped":
         by_hand = _BY_HAND.get(str(last.detail))
         return ("stopped", by_hand) if by_hand else ("crashed", str(last.detail))
+    host = run_dir.lock_holder().get("host")
+    if host not in (None, socket.gethostname()):
+        return "unknown", f"a copy of a run on {host}, which may go on there"
     return "crashed", "it ended without a word: killed, or the machine went down"
 
 
@@ -211,7 +217,7 @@ def describe(run_dir: RunDir) -> RunDescription:
         "report": run_dir.report,
     }
     return RunDescription(
-        overview=_overview(run_dir, steps, summary, events),
+        overview=overview_of(run_dir, steps, summary, events),
         facts=_facts(tree),
         summary=summary,
         curves={name: values for name, values in curves.items() if values},

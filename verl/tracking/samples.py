@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 Split = Literal["train", "val"]
+TOKENS = 400  # of a row that are kept one by one
+_TOKEN_COLUMNS = ("responses", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "versions")
 EXTRA_PREFIX = "reward_extra/"
 
 
@@ -40,6 +42,9 @@ class SampleRow:
     reason: str | None = None  # why it could not be scored
     shaped: float | None = None  # the score after shaping, where there is any
     reward: float | None = None  # after shaping and KL penalty, summed over its tokens
+    # Of few rows, see `token_figures`: {text: [...], advantage?, log_prob?, change?, version?}, each a figure a token,
+    # or one figure where all are the same; change_from says what the log-prob changed from.
+    tokens: dict[str, Any] | None = None
 
 
 class SampleWriter:
@@ -57,9 +62,16 @@ class SampleWriter:
     def write(self, step: int, split: Split, rows: Sequence[SampleRow]) -> Path:
         """Writes the split's rows of a step, in place of earlier ones; atomic. Raises VerlError on a full disk."""
         path = self._run_dir.samples(step)
-        lines = [json_line({"step": step} | asdict(row)) for row in pick_groups(rows, self._max_rows)]
+        lines = [_line(step, row) for row in pick_groups(rows, self._max_rows)]
         write_atomic(path, "".join(f"{line}\n" for line in _lines_of_other_splits(path, split) + lines))
         return path
+
+
+def _line(step: int, row: SampleRow) -> str:
+    fields = asdict(row)
+    if row.tokens is None:
+        del fields["tokens"]
+    return json_line({"step": step} | fields)
 
 
 def _lines_of_other_splits(path: Path, split: str) -> list[str]:
@@ -119,6 +131,8 @@ def _parse_row(record: dict[str, Any]) -> SampleRow | None:
         known[name] = str(known.get(name) or "")
     if not isinstance(known.get("reason"), str | None):
         known["reason"] = None
+    if not isinstance(known.get("tokens"), dict | None):
+        known["tokens"] = None
     return SampleRow(**known)
 
 
@@ -129,7 +143,8 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
         batch: columns ``prompt_ids, response_text, uid`` and where present ``index, ground_truth, data_source,
             finish_reason, reward_reason, reward_extra/*`` (non-tensor), ``response_mask, scored`` (B, R) and (B,)
             bool, ``token_level_scores, token_level_rewards, advantages`` (B, R), ``shaped_scores`` (B,),
-            ``versions`` (B, R) int; ``meta_info["policy_version"]``.
+            ``versions`` (B, R) int; for the tokens of two rows ``responses, rollout_log_probs, old_log_probs,
+            ref_log_probs`` (B, R); ``meta_info["policy_version"]``.
         split: train or val.
         decode: token ids to text, special tokens included.
     """
@@ -147,6 +162,14 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
     rewards = tensor("token_level_rewards")
     policy_version = batch.meta_info.get("policy_version")
     extras = {name.removeprefix(EXTRA_PREFIX): columns[name] for name in columns if name.startswith(EXTRA_PREFIX)}
+    # Of the first prompt, which every choice of groups keeps: the best response and the worst.
+    first = (
+        [i for i in range(size) if columns["uid"][i] == columns["uid"][0]]
+        if mask is not None and scores is not None
+        else []
+    )
+    ranked = sorted(first, key=lambda i: _reduce(scores, i, mask[i].bool(), mean=False) or 0.0)
+    shown = {ranked[0], ranked[-1]} if ranked and "responses" in tensors else set()
     rows = []
     for i in range(size):
         row_mask = None if mask is None else mask[i].bool()
@@ -169,9 +192,32 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
                 versions=[min(own), max(own)] if own else None if policy_version is None else [int(policy_version)] * 2,
                 extras={name: values[i] for name, values in extras.items()},
                 reason=column("reward_reason", None)[i],
+                tokens=token_figures(tensors, i, decode) if i in shown else None,
             )
         )
     return rows
+
+
+def token_figures(columns: Any, row: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """What a row's trained tokens are and what there is about each, for the first ``TOKENS`` of them.
+
+    ``change`` is the log-prob of the policy at the start of the update less the reference's, or where there is none
+    less that of the engine that sampled.
+    """
+    kept = columns["response_mask"][row].bool().nonzero().flatten()[:TOKENS]
+    own = {name: columns[name][row][kept] for name in _TOKEN_COLUMNS if name in columns.keys()}  # noqa: SIM118
+    found: dict[str, Any] = {"text": [decode([token]) for token in own.pop("responses").tolist()]}
+    before = own.get("ref_log_probs", own.get("rollout_log_probs"))
+    now = own.get("old_log_probs", own.get("rollout_log_probs"))
+    figures = {"advantage": own.get("advantages"), "log_prob": now, "version": own.get("versions")}
+    if before is not None and "old_log_probs" in own:
+        figures["change"] = now - before
+        found["change_from"] = "the reference" if "ref_log_probs" in own else "the engine"
+    for name, values in figures.items():
+        if values is not None:
+            numbers = [float(f"{value:.3g}") for value in values.tolist()]
+            found[name] = numbers[0] if len(set(numbers)) == 1 else numbers
+    return found
 
 
 def _reduce(values: Any, row: int, mask: Any, *, mean: bool) -> float | None:

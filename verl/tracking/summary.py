@@ -33,7 +33,14 @@ def read_metrics(run_dir: RunDir) -> tuple[list[dict[str, Any]], int]:
 
     Lines of one step are merged, later values first.
     """
-    records, skipped = read_jsonl(run_dir.metrics)
+    records, torn = read_jsonl(run_dir.metrics)
+    steps, skipped = merged_steps(records)
+    return steps, torn + skipped
+
+
+def merged_steps(records: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """One record a step, in order, and how many records were of no step."""
+    skipped = 0
     by_step: dict[int, dict[str, Any]] = {}
     for record in records:
         step = record.get("step")

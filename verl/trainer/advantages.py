@@ -80,6 +80,7 @@ def advantage_columns(
     estimated = estimate(inputs, algorithm)
     _require_finite(estimated.advantages, mask, algorithm.estimator)
     metrics["training/frac_reward_zero_std"] = zero_spread_metric(inputs)
+    metrics["training/reward_std_in_group"] = mean_metric(inputs.groups.std, inputs.counted & (inputs.groups.count > 1))
     made |= {"token_level_rewards": rewards, "advantages": estimated.advantages, "returns": estimated.returns}
     return DataProto.from_dict(made), metrics
 

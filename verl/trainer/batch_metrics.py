@@ -7,14 +7,15 @@ from collections.abc import Iterable
 import torch
 
 from verl.algorithms.advantages import outcome_scores
-from verl.algorithms.metric import Metric, max_metric, mean_metric, spread_metrics
+from verl.algorithms.metric import Metric, max_metric, mean_metric, spread_metrics, std_metrics
 from verl.protocol import DataProto
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
 from verl.trainer.advantages import cut_rows
 from verl.trainer.group_metrics import reward_names
 
-# Parts of a step whose time is also given by token.
+# Parts of a step whose time is also given by token, and as throughput where a model computes.
 PER_TOKEN = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+MODEL_PARTS = tuple(name for name in PER_TOKEN if name not in ("reward", "adv"))
 
 
 def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]:
@@ -34,8 +35,10 @@ def batch_metrics(batch: DataProto, max_prompt_length: int) -> dict[str, Metric]
     cut = cut_rows(batch)
     sampled = attention[:, prompt_width:].bool() & scored[:, None]
     last = sampled & (sampled.cumsum(1) == sampled.sum(1, keepdim=True))
+    scores = outcome_scores(columns["token_level_scores"], mask)
     metrics = {
-        **spread_metrics("critic/score", outcome_scores(columns["token_level_scores"], mask), scored),
+        **spread_metrics("critic/score", scores, scored),
+        **std_metrics("critic/score/std", scores, scored),
         **spread_metrics("critic/rewards", outcome_scores(columns["token_level_rewards"], mask), scored),
         **spread_metrics("critic/advantages", columns["advantages"], mask),
         **spread_metrics("critic/returns", columns["returns"], mask),
@@ -66,11 +69,17 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, Metric]:
     }
 
 
-def cost_metrics(batch: DataProto, timings: dict[str, float], peak_memory_gb: float) -> dict[str, float]:
-    """Throughput of a step, its time per token by part, and the most memory that the models' process ever had.
+def cost_metrics(
+    batch: DataProto, timings: dict[str, float], memory_gb: dict[str, float], apart: bool
+) -> dict[str, float]:
+    """Throughput of a step, its time per token by part, the trainer's idle share, and memory.
 
     Generation counts response tokens, every other part prompts and responses. ``perf/padding_waste`` is the share of
     the batch's columns that is padding, which is stored and moved; no model computes it.
+
+    Args:
+        memory_gb: GiB by process, and ``peak``.
+        apart: the rollout has processes of its own.
     """
     columns = batch.tensors
     total = int(columns["attention_mask"].sum())
@@ -81,10 +90,16 @@ def cost_metrics(batch: DataProto, timings: dict[str, float], peak_memory_gb: fl
         "perf/padding_waste": 1 - total / columns["attention_mask"].numel(),
         "perf/time_per_step": seconds,
         "perf/throughput": total / seconds if seconds else 0.0,
-        "perf/max_memory_gb": peak_memory_gb,
+        "perf/max_memory_gb": memory_gb["peak"],
+        **{f"perf/memory_gb/{name}": value for name, value in memory_gb.items() if name != "peak"},
     }
     for name in PER_TOKEN:
-        tokens = responses if name == "gen" else total
-        if f"timing_s/{name}" in timings and tokens:
-            metrics[f"timing_per_token_ms/{name}"] = timings[f"timing_s/{name}"] * 1000 / tokens
+        tokens, spent = responses if name == "gen" else total, timings.get(f"timing_s/{name}")
+        if spent and tokens:
+            metrics[f"timing_per_token_ms/{name}"] = spent * 1000 / tokens
+            if name in MODEL_PARTS:
+                metrics[f"perf/throughput/{name}"] = tokens / spent
+    parts = [name for name in (*MODEL_PARTS, "update_weights") if not (apart and name == "gen")]
+    busy = sum(timings.get(f"timing_s/{name}", 0.0) for name in parts)
+    metrics["perf/idle/trainer"] = max(0.0, 1 - busy / seconds) if seconds else 0.0
     return metrics

@@ -11,6 +11,7 @@ from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.dataset import PromptDataset
 from verl.diagnostics.alarms import Alarms
+from verl.models.memory import held_memory
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.tracking.report import write_report
@@ -85,7 +86,7 @@ class TrainingLoop:
             timings = timer.flush()
             progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
             numbers |= moving_values(now.actor)
-            costs = cost_metrics(batch, timings, roles.peak_memory_gb())
+            costs = cost_metrics(batch, timings, roles.memory_gb() | own_memory(), roles.rollout.apart)
             before, engines = engines, roles.rollout.stats()
             sampling = roles.rollout.metrics() | engines.metrics(before)
             self.tracker.log(state.step, numbers | costs | timings | sampling | progress | measured)
@@ -128,6 +129,11 @@ class TrainingLoop:
         step = self.state.step + (split == "train")
         self.tracker.attempt("samples", lambda: SampleWriter(self.run_dir).write(step, split, rows), step)
         self.tracker.samples(step, split, rows)
+
+
+def own_memory() -> dict[str, float]:
+    """GiB that the controller holds; where it is also the only worker, what that holds."""
+    return {"controller": held_memory() / 2**30}
 
 
 def due(step: int, frequency: int) -> bool:

@@ -37,7 +37,7 @@ from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
-from verl.trainer.loop import due
+from verl.trainer.loop import due, own_memory
 from verl.trainer.run import stop_noted, take_up, write_skipped
 from verl.trainer.run_models import opened, pinned
 from verl.trainer.state import STATE_NAME, learnt_nothing
@@ -139,7 +139,8 @@ def _sizes(batch: DataProto) -> dict[str, Metric]:
 
 def _speed(batch: DataProto, timings: dict[str, float]) -> dict[str, float]:
     tokens, seconds = float(batch.tensors["attention_mask"].sum()), timings["timing_s/step"]
-    return {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / seconds}
+    speed = {"perf/total_num_tokens": tokens, "perf/time_per_step": seconds, "perf/throughput": tokens / seconds}
+    return speed | {f"perf/memory_gb/{name}": value for name, value in own_memory().items()}
 
 
 def train_supervised(config: SupervisedConfig, console: Console) -> None:

@@ -36,10 +36,15 @@ class Passes:
         limits: of one micro-batch.
         ranks: that share the rows of every batch.
         adapt: when memory runs out, all ranks halve their limits and start the pass over (``auto_micro_batch``).
+
+    Attributes:
+        whole_tokens, packed_tokens: of all rows that optimizer steps went through on this rank, each counted whole,
+            and as they were packed: with a group's prompt once.
     """
 
     def __init__(self, role: str, limits: Limits, ranks: Ranks = ALONE, adapt: bool = False) -> None:
         self.role, self.limits, self.ranks, self.adapt = role, limits, ranks, adapt
+        self.whole_tokens = self.packed_tokens = 0
         self._configured = limits
 
     def save(self, folder: Path) -> None:
@@ -92,6 +97,7 @@ class Passes:
             loss_of: a micro-batch's addend to the loss, and its metrics.
             without_gradient: rows whose loss is known to have none; only their metrics are computed.
         """
+        lengths = batch.tensors["attention_mask"].sum(1) - 1  # a row's last token is not packed
         counted = batch.tensors["response_mask"].bool().any(1).nonzero().flatten().tolist()
         watched = set(without_gradient)
         kinds = [row for row in counted if row not in watched], [row for row in counted if row in watched]
@@ -109,6 +115,8 @@ class Passes:
                         elif not bool(torch.isfinite(loss)):
                             optimizer.spoil()  # broken weights or columns: the step must not pass for a good one
                     parts.append(metrics)
+                    self.whole_tokens += 0 if part.idle else int(lengths[part.rows].sum())
+                    self.packed_tokens += int(part.packed.cu_seqlens[-1])
             return parts
 
         parts = self._adapted(batch, run)

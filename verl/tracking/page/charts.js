@@ -1,4 +1,4 @@
-// Small charts in SVG. chart(parent, spec): spec = {title, about?, steps, series: [{name, values, raw?, low?, high?}], kind: "line" |
+// Small charts in SVG. chart(parent, spec): spec = {title, about?, steps, series: [{name, values, raw?, low?, high?, k?}], kind: "line" |
 // "bars", marks?: [{step, kind, text}], zero?, wide?, height?}; lists are aligned with steps, null where a step has none.
 
 const FEW = 25; // points up to which each one gets a dot
@@ -93,9 +93,15 @@ function stepLabels(root, spec, at) {
   }
 }
 
+// A series has the colour of its place, unless it brings its own.
+function colour(series, place) {
+  return series.k === undefined ? place : series.k;
+}
+
 function drawLines(root, spec, { x, y }) {
-  spec.series.forEach((series, k) => { if (series.low) root.append(svg("path", { class: `band k${k % 6}`, d: band(series, x, y) })); });
-  spec.series.forEach((series, k) => {
+  spec.series.forEach((series, i, all, k = colour(series, i)) => { if (series.low) root.append(svg("path", { class: `band k${k % 6}`, d: band(series, x, y) })); });
+  spec.series.forEach((series, place) => {
+    const k = colour(series, place);
     if (series.raw) root.append(svg("path", { class: `path raw k${k % 6}`, d: path(series.raw, x, y) }));
     root.append(svg("path", { class: `path k${k % 6}`, d: path(series.values, x, y) }));
     const all = present(series.values) <= FEW;
@@ -139,8 +145,8 @@ function follow(box, root, hover, spec, at) {
     hover.append(svg("line", { class: "cursor", x1: at.x(i), x2: at.x(i), y1: at.top, y2: at.height - at.bottom }));
     const list = el("ul"), bars = spec.kind === "bars";
     let total = 0;
-    spec.series.forEach((series, k) => {
-      const value = (series.raw || series.values)[i];
+    spec.series.forEach((series, place) => {
+      const k = colour(series, place), value = (series.raw || series.values)[i];
       if (value === null) return;
       total += value;
       if (!bars) hover.append(svg("circle", { class: `dot hot k${k % 6}`, cx: at.x(i), cy: at.y(value), r: 4 }));
@@ -242,7 +248,7 @@ function chart(parent, given) {
   if (spec.about) card.append(el("p", { class: "about" }, spec.about));
   card.append(box);
   if (having.length > 1 || spec.kind === "bars") {
-    card.append(el("ul", { class: "legend" }, ...spec.series.map((s, k) => el("li", { class: `k${k % 6}` }, s.name))));
+    card.append(el("ul", { class: "legend" }, ...spec.series.map((s, k) => el("li", { class: `k${colour(s, k) % 6}` }, s.name))));
   }
   parent.append(card);
   draw(box, spec);

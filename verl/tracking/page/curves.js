@@ -43,10 +43,13 @@ function showCurves(data) {
   add("Value loss", "critic", [one("critic/vf_loss", "value loss")], { zero: true });
   add("Explained variance", "critic; 1 is perfect, below 0 worse than none", [one("critic/vf_explained_var", "explained variance")]);
   add("Throughput", "tokens a second, prompts and responses", [one("perf/throughput", "tokens a second")], { zero: true });
+  const family = (prefix) => Object.keys(metrics).filter((name) => name.startsWith(prefix)).map((name) => one(name, name.slice(prefix.length)));
+  add("Idle share", "of each process with models: the part of a step without anything to compute", family("perf/idle/"), { zero: true });
+  add("Memory", "GiB that each process holds", family("perf/memory_gb/"), { zero: true });
   const bars = Object.entries(stages).map(([name, values]) => plain(name, values));
   add("Time by stage", "seconds a step", bars, { kind: "bars", wide: true, height: 210 });
 
-  for (const metric of picked) if (metrics[metric]) add(metric, "", [line(metric, metrics[metric])], { height: 150 });
+  for (const metric of picked) if (metrics[metric]) add(metric, data.about[metric] || "", [line(metric, metrics[metric])], { height: 150 });
   for (const kind of byId("marks").children) kind.hidden = !data.marks.some((mark) => mark.kind === kind.className);
   if (!holder.children.length) holder.append(el("p", { class: "muted wide" }, "No step has been logged yet, so there is nothing to draw."));
   else if (!held.length && !metrics["val/loss"]) holder.append(el("p", { class: "muted wide" }, "This run has not been validated: no validation curve."));
@@ -55,8 +58,9 @@ function showCurves(data) {
 
 const picked = new Set(); // metrics chosen from the list
 
-function pickCurves(data) {
-  const others = showCurves(data), search = byId("metric-search"), list = byId("metric-list"), both = [byId("metric-all"), byId("metric-none")];
+// `show` draws the charts and returns the metrics that no chart has.
+function pickCurves(data, show = showCurves) {
+  const others = show(data), search = byId("metric-search"), list = byId("metric-list"), both = [byId("metric-all"), byId("metric-none")];
   const matching = () => others.filter((name) => search.value.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word)));
   const apply = () => {
     const found = matching();
@@ -66,7 +70,7 @@ function pickCurves(data) {
     both[0].disabled = found.every((name) => picked.has(name));
     both[1].disabled = !picked.size;
   };
-  const change = (action) => { action(); showCurves(data); apply(); };
+  const change = (action) => { action(); show(data); apply(); };
   list.addEventListener("click", (event) => {
     const button = event.target.closest("button"), name = button && button.dataset.name;
     if (!name) return;
@@ -76,7 +80,7 @@ function pickCurves(data) {
   both[0].addEventListener("click", () => change(() => matching().forEach((name) => picked.add(name))));
   both[1].addEventListener("click", () => change(() => picked.clear()));
   search.addEventListener("input", apply);
-  byId("curve-switches").addEventListener("input", () => showCurves(data));
+  byId("curve-switches").addEventListener("input", () => show(data));
   byId("metrics").hidden = !others.length;
   byId("curve-switches").hidden = !data.curves.steps.length;
   apply();

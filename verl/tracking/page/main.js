@@ -59,6 +59,10 @@ function switchTheme() {
 function showPage() {
   const data = JSON.parse(byId("data").textContent);
   switchTheme();
+  if (data.runs) {
+    showComparison(data);
+    return;
+  }
   showHead(data);
   pickCurves(data);
   browseSamples(JSON.parse(byId("sample-data").textContent), data.samples);
