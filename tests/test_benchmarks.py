@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[1]
         (["protocol.py", "--rows", "64", "--tokens", "16"], ["concat", "serialise", "chunk", "union"]),
         (["advantages.py", "--rows", "64", "--tokens", "32", "--repeat", "1"], ["gae, gaps", "grpo", "remax"]),
         (["rewards.py", "--seconds", "0.01"], ["gsm8k rule", "math rule", "a function of a file"]),
+        (["overlap.py", "--quick"], ["fixed       sync", "long_tailed one_step_off", "long_tailed async"]),
     ],
-    ids=["protocol", "advantages", "rewards"],
+    ids=["protocol", "advantages", "rewards", "overlap"],
 )
 def test_it_prints_its_table(arguments: list[str], rows: list[str]) -> None:
     done = subprocess.run(

@@ -267,9 +267,9 @@ def test_stats_say_what_is_where() -> None:
 # Size
 
 
-def drive(dispatcher: Dispatcher, draws: range, workers: int, n: int = 8, seed: int = 0) -> float:
+def drive(dispatcher: Dispatcher, draws: range, workers: int, at_once: int = 1, n: int = 8) -> float:
     """Answer all of these prompts, workers taking turns at random; the processor seconds of the dispatcher."""
-    chance, spent, now = random.Random(seed), 0.0, 0.0
+    chance, spent, now = random.Random(draws.start), 0.0, 0.0
     hands: dict[str, list[Slot]] = {str(worker): [] for worker in range(workers)}
     requests = [r for draw in draws for r in group(draw, n)]
     answers = {request.slot: result(request.slot) for request in requests}
@@ -285,10 +285,11 @@ def drive(dispatcher: Dispatcher, draws: range, workers: int, n: int = 8, seed: 
             hands[name] += slots(given)
             chance.shuffle(hands[name])
         name = chance.choice([name for name, hand in hands.items() if hand])
-        answer = answers.pop(hands[name].pop())
+        done, hands[name] = hands[name][:at_once], hands[name][at_once:]
+        results = [answers.pop(slot) for slot in done]
         start = time.process_time()
-        dispatcher.complete(name, [answer], now)
-        assert len(dispatcher.take()) == 1
+        dispatcher.complete(name, results, now)
+        assert dispatcher.take() == results
         spent += time.process_time() - start
     return spent
 
@@ -304,10 +305,10 @@ def memory_growth(requests: int) -> int:
     dispatcher, step = with_workers(*[32] * 8), 500
     tracemalloc.start()
     try:
-        drive(dispatcher, range(step), 8)
+        drive(dispatcher, range(step), 8, at_once=32)
         before = tracemalloc.get_traced_memory()[0]
         for start in range(step, requests // 8, step):
-            drive(dispatcher, range(start, start + step), 8, seed=start)
+            drive(dispatcher, range(start, start + step), 8, at_once=32)
         return tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

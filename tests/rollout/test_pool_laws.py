@@ -158,14 +158,16 @@ class Pool(RuleBasedStateMachine):
         answers = [self.response(name, slot) for slot in slots]
         self.dispatcher.complete(name, answers + answers[:1], self.now)  # one of them twice
 
-    @rule(members=st.integers(0, MEMBERS), slow=st.integers(0, 2))
-    def step(self, members: int, slow: int) -> None:
+    @rule(members=st.integers(0, MEMBERS), slow=st.integers(0, 2), late=st.booleans())
+    def step(self, members: int, slow: int, late: bool) -> None:
         """The usual: all is asked for, sampled and trained, but of every third prompt only some members."""
         self.draw(9)
         self.assign()
         for name, hand in self.hands.items():
             slots = [slot for slot in hand if slot.index < members or int(slot.uid.split(":")[1]) % 3 != slow]
             self.dispatcher.complete(name, [self.response(name, slot) for slot in slots], self.now)
+        if late:
+            self.train()
         self.collect()
         self.train()
 
