@@ -320,8 +320,8 @@ RUNS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps, short seconds: the figures mean little")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--second", type=float, default=0.02, help="real seconds of a simulated one")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--second", type=float, default=0.1, help="real seconds of a simulated one")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     steps, second = (3, 0.002) if arguments.quick else (max(arguments.steps, 2), arguments.second)
