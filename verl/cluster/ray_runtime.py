@@ -21,6 +21,7 @@ import ray
 from verl.cluster.placement import Machine, Plan
 from verl.config import Config
 from verl.errors import ClusterError
+from verl.models.loading import resolve_model
 
 LISTENER_SECONDS = 10.0
 REAPER_SECONDS = 5.0
@@ -42,7 +43,7 @@ def ray_running(config: Config, plan: Plan, report: Callable[[str], None]) -> It
         if config.cluster.address is None:
             reaper = _start_reaper()
         with _own_sigterm():
-            dashboard = _start_ray(config, plan.cpus())
+            dashboard = _start_ray(config, plan.cpus(), _object_store(config, plan))
         if config.cluster.dashboard:
             report(f"Ray's dashboard: http://{dashboard}" if dashboard else "the Ray cluster runs no dashboard")
         yield [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -51,6 +52,15 @@ def ray_running(config: Config, plan: Plan, report: Callable[[str], None]) -> It
         if reaper is not None:
             with suppress(subprocess.TimeoutExpired):
                 reaper.communicate(b".", timeout=REAPER_SECONDS)
+
+
+def _object_store(config: Config, plan: Plan) -> int:
+    """Bytes: batches, and for rollout workers the weights of the version in use, of the next, and one to spare."""
+    if not plan.rollout:
+        return OBJECT_STORE_BYTES
+    files = resolve_model(config.model.path).glob("*.safetensors")
+    wider = 2 if config.model.dtype == "float32" else 1  # than the file may be
+    return OBJECT_STORE_BYTES + 3 * wider * sum(file.stat().st_size for file in files)
 
 
 def _start_reaper() -> subprocess.Popen[bytes]:
@@ -79,7 +89,7 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _start_ray(config: Config, cpus: int) -> str:
+def _start_ray(config: Config, cpus: int, object_store: int) -> str:
     """The address of its dashboard; empty: it has none."""
     address = config.cluster.address
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
@@ -93,7 +103,7 @@ def _start_ray(config: Config, cpus: int) -> str:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"num_cpus": cpus, "include_dashboard": config.cluster.dashboard, "dashboard_host": "127.0.0.1"}
-        options["object_store_memory"] = OBJECT_STORE_BYTES
+        options["object_store_memory"] = object_store
         if config.cluster.dashboard:
             _require_dashboard()
     else:
