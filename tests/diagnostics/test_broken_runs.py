@@ -219,7 +219,8 @@ FAULTS: dict[str, Fault] = {
     "part_without_gradient": Fault(after_setup(_freeze_attention)),
     "gradient_clipped_away": Fault(settings={"actor__grad_clip": 1e-4}),
     "gradient_exploded": Fault(
-        from_step(5, Optimizer, "backward", lambda real, self, loss: real(self, loss * 1000)), settings=long()
+        from_step(5, Optimizer, "backward", lambda real, self, loss, *rest: real(self, loss * 1000, *rest)),
+        settings=long(),
     ),
     "steps_skipped": Fault(
         from_step(3, Optimizer, "step", lambda real, self, rate: (self.spoil(), real(self, rate))[1])

@@ -132,7 +132,7 @@ def test_a_run_for_people_and_for_programs(tmp_path: Path, letters: Path, capsys
     [
         ([], "neither a configuration nor a run is given"),
         (["no-such-run"], "no such run folder"),
-        (["nothing.yaml"], "nothing.yaml"),
+        (["nothing.yaml"], "the configuration file does not exist"),
     ],
 )
 def test_wrong_use(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,16 +69,20 @@ def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, s
         raise ConfigError("there is nothing to look at: neither a configuration nor a run is given", None, fix)
     if source in preset_names():
         presets, source = [*presets, source], None
-    if source is not None and not (Path(source).is_file() and Path(source).suffix in (".yaml", ".yml")):
+    if source is not None and (Path(source).is_dir() or Path(source).suffix not in (".yaml", ".yml")):
         run_dir = find_run(source)
         if overrides:
             raise ConfigError("settings belong to a configuration, not to a run", overrides[0], "leave them out")
         return of_run(run_dir), str(run_dir.path)
+    from verl.cluster.start import require_machine
     from verl.models.quiet import without_bars
+    from verl.trainer.run import check_model_limits
     from verl.trainer.run_models import opened
 
     loaded = load_config(source, overrides, presets)
     with without_bars(), opened(loaded.config) as config:
+        require_machine(config)
+        check_model_limits(config)
         return of_config(config), source or "the given settings"
 
 

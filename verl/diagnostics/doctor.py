@@ -95,6 +95,8 @@ def of_config(config: Config) -> Evidence:
 
     data, model = config.data, config.model
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+    lenient = {"truncation": "right", "on_bad_row": "skip", "max_skipped_fraction": 1.0}
+    rows = PromptDataset.load(data.train_files, data.model_copy(update=lenient), tokenizer, 256).rows
 
     def inspected(files: list[str]) -> Any:
         return inspect_files(files, tokenizer, data.max_prompt_length, data.prompt_key, data.answer_key)
@@ -108,8 +110,6 @@ def of_config(config: Config) -> Evidence:
     if others and found is not None:
         together = inspected([*data.train_files, *others])
         overlap += together.duplicates - found.duplicates - inspected(others).duplicates
-    lenient = {"truncation": "right", "on_bad_row": "skip", "max_skipped_fraction": 1.0}
-    rows = PromptDataset.load(data.train_files, data.model_copy(update=lenient), tokenizer, 256).rows
     return Evidence(
         config=config,
         data=found,
