@@ -11,6 +11,7 @@ from stage_cases import tiny_config
 from verl_process import checkpoint_bytes, computed
 
 from verl.config import load_config
+from verl.errors import CheckpointError
 from verl.run_dir import RunDir
 from verl.trainer.run import train
 
@@ -80,6 +81,17 @@ def test_async_goes_on_with_the_prompts_that_were_under_way(tmp_path: Path, tiny
     prompts = [json.loads(row)["uid"] for file in sample_files(run) for row in file.splitlines()]
     draws = sorted(int(uid.split(":")[1]) for uid in set(prompts))
     assert len(prompts) == 3 * len(draws) == 60 and draws == list(range(20))
+
+
+def test_a_mode_may_change_on_resume_unless_samples_would_be_lost(tmp_path: Path, tiny_model_dir: Path) -> None:
+    saving = {"save_freq": 1, "total_training_steps": 2, "keep_last": None}
+    folder = run_in(tmp_path, tiny_model_dir, "run", saving)
+    run_in(tmp_path, tiny_model_dir, "run", saving | {"mode": "async", "total_training_steps": 4})
+    prompts = [json.loads(row)["uid"] for file in sample_files(folder) for row in file.splitlines()]
+    assert sorted({int(uid.split(":")[1]) for uid in prompts}) == list(range(16))
+    back = {"resume_mode": "resume_path", "resume_from_path": str(folder / "checkpoints" / "step_000003")}
+    with pytest.raises(CheckpointError, match=r"sampled ahead(.|\n)*then async, now one_step_off"):
+        run_in(tmp_path, tiny_model_dir, "run", saving | back | {"mode": "one_step_off", "total_training_steps": 4})
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ class RolloutPool:
         self._places = settings.max_num_seqs + SPARE_REQUESTS
         self._waited, self._counted = 0.0, Counter[str]()
         self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
-        self._closing = False
 
     # what the trainer asks -------------------------------------------------------------------------------------------
 
@@ -222,10 +221,9 @@ class RolloutPool:
         }
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, and the wait of whoever still waits for them."""
         with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+            self._fail(ClusterError("the run has ended its rollout workers"))
         if self._thread.is_alive():
             self._thread.join(timeout=10)
         for member in self._members.values():
@@ -246,32 +244,33 @@ class RolloutPool:
     # the pool's own thread -------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        while True:
+        try:
+            while self._pump_once():
+                pass
+        except Exception as error:
             with self._changed:
-                if self._closing or self._failure is not None:
-                    return
-                try:
-                    self._rescale()
-                    self._feed()
-                    self._let_score()
-                except Exception as error:
-                    self._fail(error)
-                    return
-                calls = {call: member for member in self._members.values() for call in member.calls}
-                if not calls:
-                    self._changed.wait(TICK_SECONDS)
-                    continue
-            ray.wait(list(calls), num_returns=1, timeout=TICK_SECONDS)
-            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
-            with self._changed:
-                try:
-                    for call in done:
-                        self._answer(calls[call], call)
-                    self._end_silent()
-                    self._deliver(self._dispatcher.take())
-                except Exception as error:
-                    self._fail(error)
-                self._changed.notify_all()
+                self._fail(error)
+
+    def _pump_once(self) -> bool:
+        with self._changed:
+            if self._failure is not None:
+                return False
+            self._rescale()
+            self._feed()
+            self._let_score()
+            calls = {call: member for member in self._members.values() for call in member.calls}
+            if not calls:
+                self._changed.wait(TICK_SECONDS)
+                return True
+        ray.wait(list(calls), num_returns=1, timeout=TICK_SECONDS)
+        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        with self._changed:
+            for call in done:
+                self._answer(calls[call], call)
+            self._end_silent()
+            self._deliver(self._dispatcher.take())
+            self._changed.notify_all()
+        return True
 
     def _rescale(self) -> None:
         now = time.monotonic()
@@ -418,7 +417,7 @@ class RolloutPool:
             wrapped = ClusterError(f"the rollout pool failed: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        self._failure = error
+        self._failure = self._failure or error
         self._changed.notify_all()
 
 

@@ -163,7 +163,7 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
                 timer=timer,
             )
             if checkpoint is not None:
-                source.load_state_dict(state.restore(checkpoint, roles))
+                source.load_state_dict(state.restore(checkpoint, roles, config.trainer.mode))
                 console.print(f"going on from {checkpoint.path}", soft_wrap=True)
             try:
                 loop.fit()

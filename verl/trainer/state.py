@@ -100,14 +100,17 @@ class TrainerState:
                 "shaper": self.shaper.state_dict(),
                 "cap": self.cap.state_dict(),
                 "held": self.held,
-                "source": source,
+                "source": {"mode": config.trainer.mode, "ahead": source},
                 "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             }
             pending.write_state(STATE_NAME, tree)
             pending.commit({"model": config.model.path, "reward_model": config.reward.model.path})
 
-    def restore(self, checkpoint: Checkpoint, roles: Roles) -> dict[str, Any]:
+    def restore(self, checkpoint: Checkpoint, roles: Roles, mode: str | None = None) -> dict[str, Any]:
         """Go on where the checkpoint was; parts that were not invented when it was written start fresh.
+
+        Args:
+            mode: ``trainer.mode`` of now; None: nothing is to be trained, and what was sampled ahead does not matter.
 
         Returns:
             What was sampled ahead.
@@ -134,4 +137,11 @@ class TrainerState:
         for name, schedule in self.schedules.items():
             if name in tree["schedules"]:
                 schedule.load_state_dict(tree["schedules"][name])
-        return cast(dict[str, Any], tree.get("source", {}))
+        source = tree.get("source", {"mode": "sync", "ahead": {}})
+        if mode is not None and source["ahead"] and source["mode"] != mode:
+            raise CheckpointError(
+                "the checkpoint holds what was sampled ahead in another trainer.mode, and it would be lost",
+                f"then {source['mode']}, now {mode}",
+                f"go on with trainer.mode={source['mode']}",
+            )
+        return cast(dict[str, Any], source["ahead"])

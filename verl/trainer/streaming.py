@@ -83,9 +83,10 @@ class Stream:
             self._fill(self._feed.state.step + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._buffer.state_dict()
+        state = self._buffer.state_dict()
+        return state if state["uids"] or state["counts"] else {}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        if tree:
-            self._buffer.load_state_dict(tree)
-            self._asked_before = self._buffer.outstanding
+        nothing = {"step": self._feed.state.step, "uids": [], "again": [], "counts": {}}
+        self._buffer.load_state_dict(tree or nothing)
+        self._asked_before = self._buffer.outstanding
