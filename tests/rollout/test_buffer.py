@@ -73,6 +73,7 @@ def test_the_bound_is_strict_and_a_stale_prompt_is_asked_for_once_more() -> None
         "training/staleness/dropped_tokens": 16,
         "training/lost_groups": 0,
     }
+    buffer.load_state_dict(json.loads(json.dumps(buffer.state_dict())))  # a resume forgets nothing of it
     ask(buffer, range(2, 4), n=2)
     assert buffer.budget(6) == 2  # those two and two more
     answer(buffer, 2, 4, n=2)

@@ -23,8 +23,9 @@ WORKER_ATTEMPTS, PROMPT_ATTEMPTS, SECONDS = 2, 3, 100.0
 class Pool(RuleBasedStateMachine):
     """A run of ``STEPS`` steps with ``PROMPTS`` prompts each; ``pending``: asked for and without an outcome."""
 
-    @initialize(staleness=st.integers(0, 1), unit=st.sampled_from(["sample", "token"]))
-    def start(self, staleness: int, unit: Any) -> None:
+    @initialize(staleness=st.integers(0, 1), unit=st.sampled_from(["sample", "token"]), slow=st.integers(0, 3))
+    def start(self, staleness: int, unit: Any, slow: int) -> None:
+        self.slow = slow
         self.staleness, self.unit, self.names = staleness, unit, 0
         self.version, self.draws, self.now = 0, 0, 0.0
         self.trained: set[str] = set()
@@ -158,13 +159,13 @@ class Pool(RuleBasedStateMachine):
         answers = [self.response(name, slot) for slot in slots]
         self.dispatcher.complete(name, answers + answers[:1], self.now)  # one of them twice
 
-    @rule(members=st.integers(0, MEMBERS), slow=st.integers(0, 2), late=st.booleans())
-    def step(self, members: int, slow: int, late: bool) -> None:
+    @rule(members=st.integers(0, MEMBERS), late=st.booleans())
+    def step(self, members: int, late: bool) -> None:
         """The usual: all is asked for, sampled and trained, but of every third prompt only some members."""
         self.draw(9)
         self.assign()
         for name, hand in self.hands.items():
-            slots = [slot for slot in hand if slot.index < members or int(slot.uid.split(":")[1]) % 3 != slow]
+            slots = [slot for slot in hand if slot.index < members or int(slot.uid.split(":")[1]) % 3 != self.slow]
             self.dispatcher.complete(name, [self.response(name, slot) for slot in slots], self.now)
         if late:
             self.train()
