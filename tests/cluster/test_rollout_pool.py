@@ -41,7 +41,7 @@ pool = RolloutPool(
     [replace(SPEC, count=2)],
     lambda: ray.put(exported(trainer._actor.policy.model.named_parameters())),
     lambda kind, subject, detail: events.append([kind, subject, detail]),
-    lambda: wish[0],
+    wish=lambda: wish[0],
 )
 probe = trainer.parity_probe()
 found["parity"] = [trainer.compare(probe, results).exact for results in pool.start(probe)]
