@@ -34,7 +34,7 @@ from verl.models.attention import (
 )
 from verl.rollout.scheduler import Work
 
-LONGEST_PIECE = 256  # queries of a prompt that are computed at once
+LONGEST_PIECE = 128  # queries of a prompt that are computed at once: the scores of more leave a CPU's cache
 PIECE_MULTIPLE = 32
 MOST_SCORES = 2**21  # per head, of one batched matmul over pieces of prompts
 # A range of the pool is read whole where at least this share of it is wanted; else the wanted blocks are copied out.
