@@ -97,7 +97,7 @@ def cost_metrics(
         tokens, spent = responses if name == "gen" else total, timings.get(f"timing_s/{name}")
         if spent and tokens:
             metrics[f"timing_per_token_ms/{name}"] = spent * 1000 / tokens
-            if name in MODEL_PARTS:
+            if name in MODEL_PARTS and spent > 0.001:  # old log-probs may be the engine's, and nothing is computed
                 metrics[f"perf/throughput/{name}"] = tokens / spent
     parts = [name for name in (*MODEL_PARTS, "update_weights") if not (apart and name == "gen")]
     busy = sum(timings.get(f"timing_s/{name}", 0.0) for name in parts)
