@@ -100,6 +100,11 @@ def found(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Ite
         monkeypatch.chdir(folder)
         Trainer(config, display="quiet").fit()
         found[name] = logged(folder / "run")
+        if name == "grpo":  # what a run keeps of its tokens, by the weights of the first update
+            rows = [json.loads(line) for line in (folder / "run/samples/step_000002.jsonl").read_text().splitlines()]
+            assert all(row["versions"] == [1, 1] for row in rows)
+            kept = [row["tokens"] for row in rows if "tokens" in row]
+            assert len(kept) == 2 and all(one["version"] == 1 and one["change_from"] == "the reference" for one in kept)
     for kind, schema in (("sft", SftConfig), ("reward_model", RewardModelTrainingConfig)):
         folder = tmp_path_factory.mktemp(kind)
         rows = [{"question": word, "answer": "ok", "prompt": word, "chosen": "aa", "rejected": "b"} for word in WORDS]

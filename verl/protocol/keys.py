@@ -51,6 +51,7 @@ _ROWS = [
     Column("position_ids", "(B, P+R)", "int64", ROLLOUT, "position of each token, from 0 at the first real one"),
     Column("response_mask", "(B, R)", "bool", ROLLOUT, "tokens that the policy sampled and trains on"),
     Column("rollout_log_probs", "(B, R)", "float32", ROLLOUT, "log-probs of the sampled ids, by the engine"),
+    Column("versions", "(B, R)", "int32", ROLLOUT, "weight version that sampled each token"),
     Column("policy_version", "(B,)", "int64", ROLLOUT, "weight version that sampled the oldest token of the response"),
     Column("token_level_scores", "(B, R)", "float32", SCORING, "the reward alone, at the last response token"),
     Column("reward_reason", "(B,)", "object", SCORING, "str, why a row could not be scored; else None"),

@@ -85,6 +85,7 @@ class Sampler:
         responses, mask = _padded([result.response_ids.tolist() for result in results], pad)
         log_probs, _ = _padded([result.log_probs.tolist() for result in results], 0.0, dtype=torch.float32)
         trained, _ = _padded([result.loss_mask.tolist() for result in results], False, dtype=torch.bool)
+        versions, _ = _padded([result.versions.tolist() for result in results], 0, dtype=torch.int32)
         attention_mask = torch.cat([prompt_mask, mask], 1)
         newest = max((int(result.versions.max(initial=0)) for result in results), default=0)
         generated = DataProto.from_dict(
@@ -96,6 +97,7 @@ class Sampler:
                 "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
                 "response_mask": trained,
                 "rollout_log_probs": log_probs,
+                "versions": versions,
                 "policy_version": torch.tensor([int(result.versions.min(initial=newest)) for result in results]),
             },
             non_tensors={
