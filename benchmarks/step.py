@@ -349,9 +349,15 @@ def run_steps(step: Callable[[], dict[str, float]], job: Job) -> Job:
 SIDES = {"verl": verl_side, "naive": naive_side, "trl": trl_side, "flops": flops_side}
 
 
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 def serve() -> None:
     """A side's process: a job on standard input, what came of it on standard output."""
     job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout = sys.stderr  # libraries may print what they like
     found = SIDES[job["side"]](job)
     print(json.dumps(found), file=sys.__stdout__, flush=True)
