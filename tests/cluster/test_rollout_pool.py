@@ -115,6 +115,11 @@ found["once"] = len({result.slot for result in answers}) == len(answers) == len(
 found["new"] = [sorted({int(v) for r in answers for v in r.versions})]
 found["stats"] = pool.stats().version
 found["late"] = pool._finished
+
+# No worker answers in time: given up, named, and not waited for.
+pool._dispatcher._seconds = 0.0
+answers = pool.generate(named("overdue", 6))
+found["overdue"] = sorted({result.finish_reason for result in answers}), count("lost")
 pool.close()
 found["events"] = events
 print("FOUND" + json.dumps(found, default=str))
@@ -152,3 +157,7 @@ def test_workers_that_come_and_go_change_nothing(found: dict[str, Any]) -> None:
 
 def test_what_was_given_up_and_asked_for_again_is_answered_once(found: dict[str, Any]) -> None:
     assert found["once"] and found["new"] == [[3]] and found["stats"] == 3 and found["late"] == []
+
+
+def test_what_has_no_answer_in_time_is_lost_by_name(found: dict[str, Any]) -> None:
+    assert found["overdue"] == [["lost"], 6]

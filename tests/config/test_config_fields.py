@@ -95,6 +95,7 @@ OTHER = {
     "rollout.kv_cache_gb": ("0.5",),
     "rollout.partial": ("false", "trainer.mode=async"),
     "rollout.worker_timeout": ("20",),
+    "rollout.response_timeout": ("20",),
     "rollout.min_workers": ("2",),
     "rollout.max_workers": ("2",),
     "rollout.enable_prefix_caching": ("true",),

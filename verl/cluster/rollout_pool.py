@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import ray
@@ -98,7 +99,7 @@ class RolloutPool:
         wish: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._exported_weights, self._log = config, exported_weights, log
-        self._dispatcher = Dispatcher()
+        self._dispatcher = Dispatcher(seconds=config.rollout.response_timeout or inf)
         self._members: dict[str, _Member] = {}
         self._boxes: dict[Slot, list[Result]] = {}  # of those who wait in generate()
         self._finished: list[Result] = []
@@ -176,8 +177,11 @@ class RolloutPool:
 
     def cancel(self, slots: list[Slot]) -> None:
         with self._changed:
-            for name, aborted in self._dispatcher.cancel(slots, time.monotonic()).items():
-                self._members[name].call("abort", aborted)
+            self._abort(self._dispatcher.cancel(slots, time.monotonic()))
+
+    def _abort(self, given_up: dict[str, list[Slot]]) -> None:
+        for name, slots in given_up.items():
+            self._members[name].call("abort", slots)
 
     def finished(self) -> list[Result]:
         with self._changed:
@@ -268,6 +272,7 @@ class RolloutPool:
             for call in done:
                 self._answer(calls[call], call)
             self._end_silent()
+            self._abort(self._dispatcher.expire(time.monotonic()))
             self._deliver(self._dispatcher.take())
             self._changed.notify_all()
         return True

@@ -142,6 +142,12 @@ class RolloutConfig(Section):
         description="Rollout workers of their own: seconds of silence after which one counts as hanging, is ended and "
         "replaced.",
     )
+    response_timeout: Seconds | None = Field(
+        None,
+        gt=0,
+        description="Rollout workers of their own: seconds after which a response that was asked for is given up, "
+        "whatever became of its workers; it is counted and trains nothing. null: no limit.",
+    )
     min_workers: Annotated[int, Unit("workers")] | None = Field(
         None,
         ge=1,
