@@ -63,9 +63,14 @@ class ClusterError(VerlError):
 
 
 class WorkerDiedError(ClusterError):
-    """A worker process ended while it was needed."""
+    """A worker process ended while it was needed.
+
+    Attributes:
+        while_training: the run had started well, so that it may go on if it is started again.
+    """
 
     bad_input = False
+    while_training: bool = False
 
 
 class RanksLostError(WorkerDiedError):

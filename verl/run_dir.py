@@ -169,8 +169,8 @@ class RunDir:
 
     ::
 
-        config.yaml  metrics.jsonl  samples/step_000010.jsonl  checkpoints/step_000010/  report.html  events.log
-        tensorboard/, dumps/ (if asked for)  .lock
+        config.yaml  metrics.jsonl  timeline.jsonl  samples/step_000010.jsonl  checkpoints/step_000010/  report.html
+        events.log  tensorboard/, dumps/ (if asked for)  .lock
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -186,6 +186,11 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """Which part of each step ran when: one line a step, seconds from the step's beginning."""
+        return self.path / "timeline.jsonl"
 
     @property
     def samples_dir(self) -> Path:
@@ -322,7 +327,8 @@ class RunDir:
         Torn lines and temporary files of a killed writer go too; ``-1`` clears both. Events stay: they tell what
         happened, also to the steps that are done again. Call it with the lock held.
         """
-        self._truncate_metrics(step)
+        for file in (self.metrics, self.timeline):
+            self._truncate_lines(file, step)
         for path in self.samples_dir.glob("step_*.jsonl"):
             match = _STEP_NAME.fullmatch(path.stem)
             if match and int(match.group(1)) > step:
@@ -333,13 +339,13 @@ class RunDir:
                     if _TEMPORARY.fullmatch(path.name):
                         path.unlink(missing_ok=True)
 
-    def _truncate_metrics(self, step: int) -> None:
-        if not self.metrics.exists():
+    def _truncate_lines(self, file: Path, step: int) -> None:
+        if not file.exists():
             return
-        content = self.metrics.read_bytes()
+        content = file.read_bytes()
         kept = b"".join(line + b"\n" for line in content.split(b"\n") if _is_step_up_to(parse_line(line), step))
         if kept != content:
-            _write_bytes_atomic(self.metrics, kept)
+            _write_bytes_atomic(file, kept)
 
 
 def _is_step_up_to(record: dict[str, Any] | None, step: int) -> bool:

@@ -73,7 +73,8 @@ def test_inline(tmp_path: Path) -> None:
 def test_over_ray(tmp_path: Path) -> None:
     """Ctrl-C in a terminal, then a scheduler's SIGTERM."""
     folder = tmp_path / "run"
-    arguments = train(GRPO, folder, *ENDLESS, "cluster.backend=ray")
+    pools = ("cluster.pools.scores.threads=1", "cluster.placement.reward=scores")
+    arguments = train(GRPO, folder, *ENDLESS, "cluster.backend=ray", *pools)
     with verl_started(*arguments, log=tmp_path / "interrupt") as command:
         assert {"raylet", "gcs_server"} <= set(wait_for_ray(command, folder).values())
         done = stop(command, folder, signal.SIGINT, beyond=3, group=True)
@@ -95,7 +96,8 @@ def wait_for_ray(command: Command, folder: Path) -> dict[int, str]:
 def test_b154_b157_two_runs_at_once_and_the_worker_of_one_is_killed(tmp_path: Path) -> None:
     """Both proceed; the kernel takes the worker of one, which says so and ends, and the other never notices."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    arguments = [train(GRPO, folder, *ENDLESS, "cluster.backend=ray") for folder in folders]
+    once = ("cluster.backend=ray", "trainer.max_restarts=0")
+    arguments = [train(GRPO, folder, *ENDLESS, *once) for folder in folders]
     with (
         verl_started(*arguments[0], "trainer.total_training_steps=60", log=tmp_path / "log_a") as one,
         verl_started(*arguments[1], log=tmp_path / "log_b") as other,

@@ -230,6 +230,7 @@ OTHER = {
     "trainer.device": ("cpu",),
     "trainer.seed": ("2",),
     "trainer.keep_last": ("null",),
+    "trainer.max_restarts": ("3",),
     "trainer.dump_steps": ("[2, 4]",),
     "trainer.alarms.action": ("pause",),
     "trainer.alarms.kl": ("0.5",),

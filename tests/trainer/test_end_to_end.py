@@ -110,7 +110,8 @@ def test_what_a_run_leaves(grpo: tuple[Path, str]) -> None:
     folder, _ = grpo
     assert steps(folder) == list(range(STEPS + 1))
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "samples", "checkpoints", "report.html", "events.log", ".lock"}
+    files = {"config.yaml", "metrics.jsonl", "timeline.jsonl", "report.html", "events.log", ".lock"}
+    assert names == files | {"samples", "checkpoints"}
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_000024", "step_000030"}  # keep_last
     assert len(list((folder / "samples").iterdir())) == STEPS + 1
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -125,7 +126,7 @@ critic/{score,rewards,advantages,returns}/SPREAD response_length/SPREAD prompt_l
 timing_s/{gen,reward,old_log_prob,adv,update_actor,update_weights,step} timing_per_token_ms/{gen,adv,update_actor}
 perf/{total_num_tokens,time_per_step,throughput,max_memory_gb}
 rollout/{preemptions,prefix_reuse}
-training/{global_step,epoch,frac_reward_zero_std} training/rollout_probs_diff_{mean,max,std}
+training/{global_step,epoch,restarts,frac_reward_zero_std} training/rollout_probs_diff_{mean,max,std}
 """
 WITH_A_CRITIC_AND_A_REFERENCE = """
 actor/{reward_kl_penalty,reward_kl_penalty_coeff} timing_s/{ref,values,update_critic} critic/values/SPREAD

@@ -27,6 +27,9 @@ ELSEWHERE = {
     "cluster.address",  # Ray
     "cluster.start_timeout",
     "cluster.collective_timeout",  # several ranks
+    "cluster.stall_seconds",
+    "cluster.dashboard",
+    "trainer.max_restarts",
     *(f"cluster.placement.{role}" for role in ("critic", "reference", "reward", "rollout")),
     "rollout.name",  # one engine so far
     "trainer.project_name",  # noted in config.yaml and in the report

@@ -63,8 +63,8 @@ def _supervised() -> Iterator[str]:
         if schema is SftConfig:
             about += (
                 " Its sections are `data`, `model`, `optim`, `trainer` and `cluster`: `model` and `trainer` are those "
-                "above, without `trainer.critic_warmup` and `trainer.log_val_generations`; the others have keys of "
-                "their own."
+                "above, without `critic_warmup`, `log_val_generations` and `max_restarts` of `trainer`; the others "
+                "have keys of their own."
             )
         yield f"## Keys of {command}\n\n{about}\n"
         with using(schema):

@@ -398,6 +398,13 @@ class TrainerConfig(Section):
         "resume_path: from resume_from_path.",
         json_schema_extra=acts("start: the checkpoint to go on from"),
     )
+    max_restarts: Annotated[int, Unit("restarts")] = Field(
+        1,
+        ge=0,
+        description="When a process of actor, critic, reference or reward dies, the run goes on from its last "
+        "checkpoint by itself, at most so many times within one command.",
+        json_schema_extra=acts("after a worker's death"),
+    )
     resume_from_path: str | None = Field(
         None,
         description="Checkpoint folder for resume_mode=resume_path.",

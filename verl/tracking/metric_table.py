@@ -298,6 +298,7 @@ COSTS = (
         "resident pages", "GiB", "level after a few steps", "Growing: please report it, with verl run show."),
     Row("training/global_step", "The step.", "count", "steps"),
     Row("training/epoch", "Passes over the prompts that are complete.", "count", "passes"),
+    Row("training/restarts", "Restarts after a training process died, within this command.", "count", "restarts"),
     Row("<metric>/skipped", "Values of that metric that were not finite and are in none of its figures.", "count", "values",
         "absent", "Find where it begins: rewards, log-probs or advantages in the newest samples."),
 )  # fmt: skip

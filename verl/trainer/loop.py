@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.schedules import moving_values
@@ -13,7 +14,7 @@ from verl.data.dataset import PromptDataset
 from verl.diagnostics.alarms import Alarms
 from verl.models.memory import held_memory
 from verl.protocol import DataProto
-from verl.run_dir import RunDir
+from verl.run_dir import RunDir, append_line, json_line
 from verl.tracking.report import write_report
 from verl.tracking.samples import SampleWriter, Split, rows_from_batch
 from verl.tracking.trackers import Tracker
@@ -36,6 +37,7 @@ class TrainingLoop:
         val_sampler: how responses are sampled in validation.
         validation: held-out prompts; None: no validation.
         state: where the run is; :meth:`fit` goes on from there.
+        restarts: after the death of a worker, within this command.
     """
 
     config: Config
@@ -49,6 +51,7 @@ class TrainingLoop:
     store: CheckpointStore
     tracker: Tracker
     timer: StepTimer
+    restarts: int = 0
 
     def fit(self) -> None:
         """Train to ``total_steps``; validation before the first step, every ``test_freq`` steps and at the end."""
@@ -83,8 +86,11 @@ class TrainingLoop:
             if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
                 with timer("testing"):
                     measured = self.evaluate()
+            timeline = json_line({"step": state.step, "parts": timer.timeline()})
+            self.tracker.attempt("timeline", partial(append_line, self.run_dir.timeline, timeline), state.step)
             timings = timer.flush()
             progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
+            progress["training/restarts"] = self.restarts
             numbers |= moving_values(now.actor)
             costs = cost_metrics(batch, timings, roles.memory_gb() | own_memory(), roles.rollout.apart)
             before, engines = engines, roles.rollout.stats()

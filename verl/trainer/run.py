@@ -22,7 +22,7 @@ from verl.data.dataset import PromptDataset
 from verl.data.examples import ExampleDataset
 from verl.data.loader import PromptLoader
 from verl.data.samplers import make_sampler
-from verl.errors import CheckpointError, ConfigError, ModelError, RewardError, VerlError
+from verl.errors import CheckpointError, ConfigError, ModelError, RewardError, VerlError, WorkerDiedError
 from verl.models.loading import load_config, load_tokenizer, require_classifier
 from verl.rewards.scorer import RuleScorer
 from verl.run_dir import RunDir, json_line, write_atomic
@@ -100,13 +100,22 @@ def train(config: Config, console: Console, reward: Callable[..., Any] | None = 
 
 
 def take_up(
-    config: Config | SupervisedConfig, run_dir: RunDir, store: CheckpointStore, total_steps: int, console: Console
+    config: Config | SupervisedConfig,
+    run_dir: RunDir,
+    store: CheckpointStore,
+    total_steps: int,
+    console: Console,
+    again: bool = False,
 ) -> tuple[bool, Checkpoint | None]:
     """Whether the run is finished already, which is said, and the checkpoint that it goes on from.
 
     What lies in the folder beyond that checkpoint is removed.
+
+    Args:
+        again: within the same command, from its own last checkpoint, whatever ``trainer.resume_mode`` says.
     """
-    checkpoint = find_checkpoint(config, store, run_dir)
+    latest = store.latest() if again else None
+    checkpoint = store.open(latest) if latest is not None else find_checkpoint(config, store, run_dir)
     if checkpoint is not None and checkpoint.step >= total_steps:
         say_finished(console, run_dir, checkpoint.step, total_steps)
         return True, checkpoint
@@ -125,54 +134,98 @@ def take_up(
 def _train(config: Config, placed: Config, console: Console, reward: Callable[..., Any] | None) -> None:
     """``placed``: with folders in place of checkpoints, for whoever loads a model."""
     inputs = Inputs.load(placed, reward)
-    total_steps = config.total_training_steps(inputs.loader.sampler.size)
+    config.total_training_steps(inputs.loader.sampler.size)  # or the data are too few: before there is a folder
     run_dir = RunDir(config.run_dir)
     with run_dir.create().lock():
         store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
-        finished, checkpoint = take_up(config, run_dir, store, total_steps, console)
-        if finished:
-            return
-        write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
-        _describe(console, config, inputs, total_steps)
-        timer = StepTimer()
-        resumed_from = checkpoint.step if checkpoint else None
-        tracked = TrackerContext(run_dir, total_steps, resumed_from, console, timer, config.trainer.log_val_generations)
-        state = TrainerState.fresh(config, inputs.loader)
-
-        def log(kind: str, subject: str, detail: str) -> None:
-            run_dir.log_event(kind, subject, detail, state.step)
-
-        with (
-            stop_noted(run_dir, state),
-            build_tracker(config.trainer.logger, tracked) as tracker,
-            _started(placed, console, reward, timer, log, run_dir.wished_workers) as roles,
-        ):
-            sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
-            source = SOURCES[config.trainer.mode](Feed(config, roles, state, sampler, timer, total_steps))
-            loop = TrainingLoop(
-                config=config,
-                total_steps=total_steps,
-                roles=roles,
-                state=state,
-                source=source,
-                val_sampler=Sampler(config.validation_sampling, config, inputs.tokenizer),
-                validation=inputs.validation,
-                run_dir=run_dir,
-                store=store,
-                tracker=tracker,
-                timer=timer,
-            )
-            if checkpoint is not None:
-                source.load_state_dict(state.restore(checkpoint, roles, config.trainer.mode))
-                console.print(f"going on from {checkpoint.path}", soft_wrap=True)
+        restarts = 0
+        while True:
             try:
-                loop.fit()
-            except VerlError as error:
-                # Every input had been found good. Only the user's reward function shows its faults this late.
-                error.bad_input = isinstance(error, RewardError) and error.bad_input
-                raise
-        run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
-        write_report(run_dir)
+                _attempt(config, placed, inputs, run_dir, store, console, reward, restarts)
+                return
+            except WorkerDiedError as error:
+                _require_restart(error, config, store, restarts)
+                restarts += 1
+                run_dir.log_event(
+                    "restarted", "run", f"{error.what}; restart {restarts} of {config.trainer.max_restarts}"
+                )
+                console.print(f"{error.what}; starting again from the last checkpoint", soft_wrap=True, markup=False)
+            inputs = Inputs.load(placed, reward)
+
+
+def _require_restart(error: WorkerDiedError, config: Config, store: CheckpointStore, restarts: int) -> None:
+    """Raises the error where starting again cannot help, or is not wanted any more."""
+    if not error.while_training:
+        raise error
+    if store.latest() is None:
+        error.fix = "there is no checkpoint to go on from: set trainer.save_freq, then a run restarts by itself"
+        raise error
+    if restarts >= config.trainer.max_restarts:
+        if restarts:
+            error.fix = f"{error.fix}; {restarts} restart{'s'[: restarts > 1]} did not help (trainer.max_restarts)"
+        raise error
+
+
+def _attempt(
+    config: Config,
+    placed: Config,
+    inputs: Inputs,
+    run_dir: RunDir,
+    store: CheckpointStore,
+    console: Console,
+    reward: Callable[..., Any] | None,
+    restarts: int,
+) -> None:
+    """From the last checkpoint, or the start, to the end."""
+    total_steps = config.total_training_steps(inputs.loader.sampler.size)
+    finished, checkpoint = take_up(config, run_dir, store, total_steps, console, again=restarts > 0)
+    if finished:
+        return
+    write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
+    if not restarts:
+        _describe(console, config, inputs, total_steps)
+    timer = StepTimer()
+    resumed_from = checkpoint.step if checkpoint else None
+    tracked = TrackerContext(run_dir, total_steps, resumed_from, console, timer, config.trainer.log_val_generations)
+    state = TrainerState.fresh(config, inputs.loader)
+
+    def log(kind: str, subject: str, detail: str) -> None:
+        run_dir.log_event(kind, subject, detail, state.step)
+
+    with (
+        stop_noted(run_dir, state),
+        build_tracker(config.trainer.logger, tracked) as tracker,
+        _started(placed, console, reward, timer, log, run_dir.wished_workers) as roles,
+    ):
+        sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
+        source = SOURCES[config.trainer.mode](Feed(config, roles, state, sampler, timer, total_steps))
+        loop = TrainingLoop(
+            config=config,
+            total_steps=total_steps,
+            roles=roles,
+            state=state,
+            source=source,
+            val_sampler=Sampler(config.validation_sampling, config, inputs.tokenizer),
+            validation=inputs.validation,
+            run_dir=run_dir,
+            store=store,
+            tracker=tracker,
+            timer=timer,
+            restarts=restarts,
+        )
+        if checkpoint is not None:
+            source.load_state_dict(state.restore(checkpoint, roles, config.trainer.mode))
+            console.print(f"going on from {checkpoint.path}", soft_wrap=True)
+        try:
+            loop.fit()
+        except VerlError as error:
+            # Every input had been found good. Only the user's reward function shows its faults this late.
+            error.bad_input = isinstance(error, RewardError) and error.bad_input
+            if isinstance(error, WorkerDiedError):
+                error.while_training = True
+            raise
+    run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
+    write_report(run_dir)
 
 
 def say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:

@@ -47,6 +47,11 @@ class StepTimer:
         with self._lock:
             return list(self._ended)
 
+    def timeline(self) -> list[tuple[str, float, float]]:
+        """As :meth:`intervals`, in seconds from the first beginning, in the order in which the parts began."""
+        parts = sorted(self.intervals(), key=lambda part: part[1])
+        return [(name, round(began - parts[0][1], 4), round(ended - parts[0][1], 4)) for name, began, ended in parts]
+
     def so_far(self) -> dict[str, float]:
         """Seconds by part since the last :meth:`flush`, of those that have ended."""
         seconds: dict[str, float] = {}
