@@ -15,8 +15,9 @@ import pytest
 from verl import Trainer, load_config
 from verl.cli import entry, init
 from verl.cli.init import DataFacts, choose_lengths
-from verl.cli.sizes import GIB, Machine, ModelFacts, Wanted, choose_sizes
+from verl.cli.sizes import GIB, Machine, Wanted, choose_sizes
 from verl.config.overlays import presets
+from verl.models.facts import ModelFacts
 
 TINY = ModelFacts(100_000, 2, 64, 128, 4, 2, 16, 2048)
 SEVEN_B = ModelFacts(7_600_000_000, 28, 3584, 18944, 28, 4, 128, 32768)

@@ -23,6 +23,7 @@ from verl.cli import (
     init,
     metrics,
     models,
+    plan,
     replay,
     reward,
     runs,
@@ -40,6 +41,7 @@ examples:
   verl data reasoning-gym --task chain_sum --size 2000 --option min_terms=2
   verl init --model smollm2-135m --data data/chain_sum.parquet --out my.yaml
   verl reward test my_reward.py --data my.jsonl
+  verl plan my.yaml
   verl doctor my.yaml
   verl train examples/quickstart.yaml trainer.total_training_steps=10
   verl export runs/quickstart --to my-model
@@ -144,6 +146,7 @@ def build_parser() -> Parser:
         models,
         runs,
         metrics,
+        plan,
         doctor,
         replay,
         config,

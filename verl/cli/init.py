@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, common, positive
-from verl.cli.sizes import GIB, Machine, ModelFacts, Sizes, Wanted, choose_sizes
+from verl.cli.sizes import GIB, Machine, Sizes, Wanted, choose_sizes
 from verl.errors import ConfigError, DataError
+from verl.models.facts import ModelFacts, read_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +78,7 @@ def _init(arguments: argparse.Namespace) -> None:
     out = Path(arguments.out)
     preset = read_preset(arguments.preset)
     _refuse_to_overwrite(out, arguments.force)
-    model = read_model(arguments.model)
+    model = read_facts(arguments.model)
     data = read_data(arguments, load_tokenizer(arguments.model))
     reward, template = choose_reward(arguments, data, out)
     entries = choose_settings(arguments, model, this_machine(), data, preset) | reward
@@ -96,34 +97,6 @@ def _refuse_to_overwrite(file: Path, force: bool) -> None:
 
 
 # --- looking at model, data and machine -----------------------------------------------------------------------------
-
-
-def read_model(path: str) -> ModelFacts:
-    """Sizes of a model, from its configuration alone: no weight is read.
-
-    Raises:
-        ModelError: as :func:`verl.models.loading.load_config`.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from verl.models.loading import load_config
-
-    config = load_config(path)
-    text = config.get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    heads = text.num_attention_heads
-    return ModelFacts(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        positions=getattr(text, "max_position_embeddings", None),
-    )
 
 
 def this_machine() -> Machine:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.models.facts import ModelFacts
+
 GIB = 2**30
 SPARE = 0.25  # share of the memory that is left to everything else
 CACHE_SHARE = 0.3  # of what the weights leave: keys and values of the responses being generated
 MOST_TOKENS = 16384  # in one backward pass; more gains nothing
 MOST_SEQUENCES = {"cpu": 64, "cuda": 256}
 BATCH_RESPONSES = {"cpu": 128, "cuda": 512}  # of one step: a steady gradient, and steps that end
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What of a model decides how much memory it takes."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    positions: int | None  # None: no limit known
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""Memory and sizes of a plan against numbers computed by hand, and against what a real forward keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.cli import main
+from verl.cluster.placement import make_plan
+from verl.config import Config, dump_yaml, load_config
+from verl.diagnostics.plan import GIB, Lengths, activations, kept_bytes, largest_pack, needed, pack, processes, smaller
+from verl.diagnostics.plan_time import batch_words, given, stages_of
+from verl.models.attention import ATTENTION_NAME
+from verl.models.facts import ModelFacts, read_facts
+from verl.models.loading import load_causal_lm
+from verl.models.packed import pack_rows
+from verl.models.policy import PolicyModel, enable_checkpointing
+from verl.models.tiny import build_tiny
+
+# Embedding 264 x 64; a layer: q, o 64 x 64, k, v 64 x 32, three matrices 64 x 128, two norms; the last norm.
+TINY = 264 * 64 + 2 * (2 * 4096 + 2 * 2048 + 3 * 8192 + 2 * 64) + 64
+LENGTHS = Lengths(10, 9)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("plan") / "model")
+
+
+def config_of(model: Path | str, **settings: object) -> Config:
+    tree: dict[str, object] = {
+        "data.train_files": "none.jsonl",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 10,
+        "data.max_response_length": 9,
+        "actor.ppo_mini_batch_size": 2,
+        "rollout.n": 2,
+        "algorithm.adv_estimator": "grpo",
+        "model.path": str(model),
+        "cluster.backend": "inline",
+        "trainer.device": "cpu",
+    }
+    return load_config(overrides=tree | {key.replace("__", "."): value for key, value in settings.items()}).config
+
+
+def test_parameters_of_a_model_from_its_configuration(model: Path, tmp_path: Path) -> None:
+    assert TINY == 90_944
+    assert read_facts(str(model)) == ModelFacts(TINY, 2, 64, 128, 4, 2, 16, 2048, 264, True)
+    untied = read_facts(str(build_tiny(tmp_path, tie_embeddings=False)))
+    assert (untied.parameters, untied.multiplied) == (TINY + 264 * 64, TINY)
+
+
+def test_a_pack() -> None:
+    # Two prompts of 10 tokens once each; four responses of 8 tokens (the last is not fed) behind 10 of the prompt.
+    shared = pack(4, 2, LENGTHS, True)
+    assert (shared.tokens, shared.scores, shared.keys) == (2 * 10 + 4 * 8, 4 * 8 * 32 + 2 * 16 * 32, (4 + 2) * 32)
+    whole = pack(4, 2, LENGTHS, False)
+    assert (whole.tokens, whole.scores, whole.keys) == (4 * 18, 4 * 24 * 32, 4 * 32)
+    assert largest_pack(4, 2, LENGTHS, True, None, 51).rows == 3  # 52 tokens would be four
+    assert largest_pack(4, 2, LENGTHS, True, 2, None).rows == 2
+    assert largest_pack(4, 2, LENGTHS, True, None, 1).rows == 1
+
+
+def test_memory_by_hand(model: Path) -> None:
+    facts, config = read_facts(str(model)), config_of(model, model__dtype="float32")
+    layer = (52 * (4 * 64 + 2 * 64 + 2 * 128) + 192 * 2 * 32) * 4 + 2048 * 4 * 4
+    assert kept_bytes(facts, pack(4, 2, LENGTHS, True), 4) == layer
+    (process,) = processes(config, make_plan(config, 2, 0), facts, None, LENGTHS, GIB)
+    assert process.held["actor master weights (float32)"] == 4 * TINY
+    assert process.held["actor optimizer state"] == 8 * TINY
+    assert not any("compute" in part for part in process.held)
+    update = process.stages["actor update"]  # MBS 2 x n 2 = 4 responses, all in one micro-batch
+    assert update["activations of a micro-batch"] == 2 * layer + 4 * 2048 + 2 * 52 * 64 * 4
+    assert update["gradients"] == 0
+    assert process.stages["rollout"]["keys and values"] == 8 * 2 * 2 * 2 * 16 * 128 * 4  # one block for each of 8
+    assert process.peak == sum(process.held.values()) + sum(process.stages[process.peak_stage].values())
+    assert needed([process]) == process.peak
+
+    narrow = config_of(model, model__dtype="bfloat16", actor__ppo_micro_batch_size_per_gpu=1)
+    (process,) = processes(narrow, make_plan(narrow, 2, 0), facts, None, LENGTHS, GIB)
+    assert process.held["actor compute weights (bfloat16)"] == 2 * TINY + 2 * TINY  # and in oneDNN's layout
+    assert process.stages["actor update"]["gradients"] == 4 * TINY  # of the micro-batches before
+
+
+def test_ranks_share_what_is_sharded(model: Path) -> None:
+    facts = read_facts(str(model))
+    settings = {"trainer__n_gpus_per_node": 4, "trainer__device": "cuda", "cluster__backend": "ray"}
+    for strategy, share in (("replicate", TINY), ("fsdp2", TINY // 4)):
+        config = config_of(model, actor__strategy=strategy, actor__auto_micro_batch=False, **settings)
+        (process,) = processes(config, make_plan(config, 4, 4), facts, None, LENGTHS, GIB)
+        assert process.count == 4
+        assert process.held["actor optimizer state"] == 8 * share
+        assert ("rollout weights" in process.held) == (strategy == "fsdp2")  # a copy of the engine's own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("response", [60, 200])
+def test_what_a_forward_keeps(tmp_path: Path, dtype: torch.dtype, response: int) -> None:
+    folder = build_tiny(tmp_path, hidden_size=128, layers=3, heads=4, kv_heads=2)
+    facts = read_facts(str(folder))
+    policy = PolicyModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME))
+    prompts = [[1 + i] * 40 for i in (0, 0, 0, 1, 1, 1)]
+    packed = pack_rows(prompts, [[5] * response] * 6, response, [0, 0, 0, 1, 1, 1])
+    assert policy.rows.multiple  # settled before anything is counted
+
+    def kept() -> int:
+        own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+        found: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = policy(packed, 1.0)
+        assert result
+        return sum(found.values())
+
+    part = pack(6, 3, Lengths(40, response), True)
+    assert activations(facts, part, dtype.itemsize, False) == pytest.approx(kept(), rel=0.1)
+    enable_checkpointing(policy.model)
+    assert activations(facts, part, dtype.itemsize, True) < activations(facts, part, dtype.itemsize, False) / 5
+
+
+def test_words_and_stages(model: Path) -> None:
+    config, facts = config_of(model), read_facts(str(model))
+    plan = make_plan(config, 2, 0)
+    first, actor, micro = batch_words(config, plan, LENGTHS)
+    assert "4 prompts" in first and "8 responses" in first
+    assert "2 prompts x 2 = 4 responses" in actor and "(GBS / MBS = 2)" in actor
+    assert "K = 1 " in micro and "(52 tokens)" in micro
+    speed = given(facts, 2, LENGTHS, tflops=1e-6, bandwidth=1e6)  # a million FLOPs a second
+    rollout, update = stages_of(config, plan, facts, None, LENGTHS, speed)
+    assert rollout.tokens == 4 * 10 + 8 * 9 and rollout.flops == 2 * TINY * rollout.tokens
+    # Forward and twice as much backward; scores 2 x 2 FLOPs by head, width and layer.
+    assert update.flops == 3 * (2 * TINY * 104 + 4 * 2 * 64 * 2 * 2048)
+    assert update.seconds == pytest.approx(update.flops / 1e6)
+
+
+def test_suggested_settings_need_less(model: Path) -> None:
+    facts = read_facts(str(model))
+    sizes = {"data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64, "data__max_response_length": 100}
+
+    def peak(words: list[str]) -> int:
+        settings = {key.replace(".", "__"): value for key, value in (word.split("=") for word in words)}
+        config = config_of(model, **sizes | settings)
+        return needed(processes(config, make_plan(config, 2, 0), facts, None, Lengths(10, 100), GIB))
+
+    options = list(smaller(config_of(model, **sizes), 1))
+    assert options[0] == []
+    halved = next(words for words in options if words == ["actor.ppo_max_token_len_per_gpu=4096"])
+    saving = next(words for words in options if words == ["model.enable_gradient_checkpointing=true"])
+    assert options.index(halved) < options.index(saving)
+    assert peak([]) > peak(halved) and peak([]) > peak(saving)
+
+
+def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(dump_yaml(config_of(model, actor__ppo_max_token_len_per_gpu=4096)))
+    hardware = ["--tflops", "1", "--bandwidth", "10"]
+    assert main(["plan", str(file), "--memory", "16GB", *hardware]) == 0
+    out = capsys.readouterr().out
+    assert f"{TINY:,} parameters" in out and "peak, in" in out and "It fits" in out
+    assert main(["plan", str(file), "--memory", "100MB", "--json", *hardware]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] is False and told["settings"] is None  # the libraries alone are more
+    assert told["processes"][0]["peak"] == told["needed"]
+    assert main(["plan", str(file), "--memory", "lots"]) == 2
+    assert "lots" in capsys.readouterr().err
+    assert main(["plan", str(file), "--gpus", "8"]) == 2
+    assert "--memory" in capsys.readouterr().err

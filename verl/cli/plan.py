@@ -1,0 +1,215 @@
+"""``verl plan``: what a configuration will need, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from verl.cli.arguments import Commands, common, not_negative, settings
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.cluster.placement import Plan
+    from verl.config import Config
+    from verl.diagnostics.plan import Lengths, Process
+    from verl.models.facts import ModelFacts
+
+_EPILOG = """\
+  verl plan my.yaml                                     does it fit here, and how long does a step take
+  verl plan my.yaml --gpus 8 --memory 80GB              on eight GPUs of 80 GiB each
+  verl plan my.yaml --gpus 8 --memory 80GB --tflops 400 --bandwidth 2000
+  verl plan my.yaml --lengths 200,600                   with prompts and responses of these lengths, not the longest
+
+No weight is loaded. The exit code is 1 where the run does not fit, else 0. See docs/planning.md.
+"""
+GIB = 2**30
+SPARE = 0.1  # share of the memory that a run should leave: the prediction is no promise
+
+
+def add(commands: Commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        parents=[common()],
+        help="memory, batch sizes and step time of a configuration, before it runs",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file; settings")
+    plan.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
+    plan.add_argument("--memory", type=_memory, metavar="SIZE", help="of one GPU, or the machine: 80GB (GiB are meant)")
+    plan.add_argument("--gpus", type=not_negative, metavar="N", help="of the machine; default: those that are here")
+    plan.add_argument(
+        "--lengths", type=_lengths, metavar="P,R", help="tokens of a prompt and a response; default: the longest"
+    )
+    plan.add_argument("--tflops", type=_number, metavar="X", help="that a process attains in training, not measured")
+    plan.add_argument("--bandwidth", type=_number, metavar="GB/s", help="that a process reads memory with")
+    plan.add_argument("--json", action="store_true", help="everything as JSON")
+    plan.set_defaults(command=_plan)
+
+
+def _memory(text: str) -> int:
+    found = re.fullmatch(r"([\d.]+)\s*([GMT]?)(i?B)?", text, re.IGNORECASE)
+    if not found or not _is_positive(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 512MB")
+    return int(float(found[1]) * {"M": 2**20, "T": 2**40}.get(found[2].upper(), GIB))
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of tokens such as 200,600")
+    return int(found[1]), int(found[2])
+
+
+def _number(text: str) -> float:
+    if not _is_positive(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return float(text)
+
+
+def _is_positive(text: str) -> bool:
+    return re.fullmatch(r"\d+\.?\d*|\.\d+", text) is not None and float(text) > 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from verl.cli.init import this_machine
+    from verl.cluster.placement import make_plan
+    from verl.config import load_config
+    from verl.diagnostics.plan import Lengths, bytes_of, needed, processes, smaller
+    from verl.diagnostics.plan_time import batch_words, calibrate, given, stages_of
+    from verl.models.facts import read_facts
+    from verl.run_dir import json_line
+
+    source, overrides = settings(arguments.words)
+    if source is None and not overrides:
+        raise ConfigError("there is no configuration to plan", None, "verl plan my.yaml [key=value ...]")
+    if (arguments.tflops is None) != (arguments.bandwidth is None):
+        raise ConfigError("--tflops and --bandwidth belong together", None, "give both, or neither to measure")
+    machine = this_machine()
+    gpus = machine.gpus if arguments.gpus is None else arguments.gpus
+    if gpus and not machine.gpus and arguments.memory is None:
+        raise ConfigError("this machine has no GPU to ask for its memory", None, "add --memory, for example 80GB")
+    memory = arguments.memory or machine.memory
+
+    def built(extra: list[str]) -> Config:
+        return load_config(source, [*overrides, *extra], arguments.preset).config
+
+    config = built([])
+    trust = config.model.trust_remote_code
+    model = read_facts(config.model.path, trust)
+    critic = read_facts(config.critic_model_path, trust, classifier=True) if config.uses_critic else None
+    lengths = Lengths(*(arguments.lengths or (config.data.max_prompt_length, config.data.max_response_length)))
+
+    def of(config: Config) -> tuple[Plan, list[Process]]:
+        plan = make_plan(config, machine.cores, gpus)
+        count = 1 if gpus else sum(p.count for p in (*plan.groups, *plan.rollout) if p.device == "cpu")
+        return plan, processes(config, plan, model, critic, lengths, memory // max(count, 1))
+
+    plan, found = of(config)
+    words = list(batch_words(config, plan, lengths))
+    fits = needed(found) <= (1 - SPARE) * memory
+    advice: list[str] | None = []
+    if not fits:
+        options = smaller(config, plan.groups[0].count)
+        advice = next((e for e in options if needed(of(built(e))[1]) <= (1 - SPARE) * memory), None)
+    device, speed = plan.groups[0].device, None
+    if arguments.tflops is not None:
+        speed = given(model, bytes_of(config), lengths, arguments.tflops, arguments.bandwidth)
+    elif device == "cpu" or machine.gpus:
+        rows = min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n)
+        speed = calibrate(model, device, config.model.dtype, rows, plan.groups[0].threads)
+    stages = stages_of(config, plan, model, critic, lengths, speed) if speed else []
+    subject = source or "the given settings"
+    if arguments.json:
+        told = [asdict(process) | {"peak": process.peak, "peak_stage": process.peak_stage} for process in found]
+        body: dict[str, Any] = {"subject": subject, "model": asdict(model), "lengths": asdict(lengths), "batch": words}
+        body |= {"processes": told, "needed": needed(found), "memory": memory, "fits": fits, "settings": advice}
+        print(json_line(body | {"speed": speed and speed.source, "stages": [asdict(stage) for stage in stages]}))
+        return int(not fits)
+    _print(subject, model, lengths, words, found)
+    _print_time(stages, speed.source if speed else None)
+    _print_verdict(needed(found), memory, fits, advice, bool(gpus))
+    return int(not fits)
+
+
+def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], found: list[Process]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from verl.tracking.console import printable
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{printable(subject)}: {model.parameters:,} parameters, {model.layers} layers of {model.hidden}, "
+        f"{model.heads} heads ({model.kv_heads} of keys and values), vocabulary {model.vocabulary:,}",
+        markup=False,
+    )
+    console.print("\n[bold]Batch sizes[/]")
+    for word in words:
+        console.print(f"  {word}", markup=False)
+    for process in found:
+        many = f"{process.count} processes, each" if process.count > 1 else "one process"
+        table = Table(
+            "part", "GiB", title=f"{printable(process.name)} ({many}, {process.device})", title_justify="left"
+        )
+        table.columns[1].justify = "right"
+        for part, size in process.held.items():
+            table.add_row(part, f"{size / GIB:.2f}")
+        table.add_section()
+        for stage, parts in process.stages.items():
+            here = stage == process.peak_stage
+            table.add_row(f"{stage} needs beside", f"{sum(parts.values()) / GIB:.2f}", style="bold" if here else "dim")
+            for part, size in parts.items():
+                if size:
+                    table.add_row(f"  {part}", f"{size / GIB:.2f}", style=None if here else "dim")
+        table.add_section()
+        table.add_row(f"peak, in {process.peak_stage}", f"{process.peak / GIB:.2f}", style="bold")
+        console.print()
+        console.print(table)
+
+
+def _print_time(stages: list[Any], source: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    if source is None:
+        console.print("\nStep time: give --tflops and --bandwidth of one GPU; there is none here to measure")
+        return
+    table = Table("stage", "tokens", "TFLOP", "seconds", title="One step", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for stage in stages:
+        table.add_row(stage.name, f"{stage.tokens:,}", _short(stage.flops / 1e12), _short(stage.seconds))
+    table.add_section()
+    flops, seconds = sum(stage.flops for stage in stages), sum(stage.seconds for stage in stages)
+    table.add_row("together", "", _short(flops / 1e12), _short(seconds), style="bold")
+    console.print()
+    console.print(table)
+    console.print(source, markup=False)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | None, gpu: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    of = "of a GPU" if gpu else "of this machine"
+    console.print(
+        f"\n[bold {'green' if fits else 'red'}]{'It fits' if fits else 'It does not fit'}[/]: {needed / GIB:.2f} GiB "
+        f"are needed, of {memory / GIB:.2f} GiB {of} at most {(1 - SPARE) * memory / GIB:.2f} should be used"
+    )
+    if fits:
+        return
+    if advice is None:
+        console.print("No smaller batches make it fit: a smaller model, more memory, or more GPUs (--gpus) would.")
+        return
+    console.print("With these settings it fits:")
+    for word in advice:
+        console.print(f"  {word}", markup=False)

@@ -1,0 +1,313 @@
+"""``verl plan``: the memory of every process of a run, from its configuration and the model's sizes alone.
+
+Bytes of a trained model by parameter: 4 of the float32 master, 4 of its gradient, 8 of AdamW's moments; 2 more of the
+copy that computes in bfloat16 and, on a CPU, 2 of that copy in oneDNN's layout. What a backward pass keeps is counted
+from what the code saves: see :func:`kept_bytes`.
+
+Shape legend of the comments: H hidden, I intermediate, A heads, K key-value heads, D head size, t queries and L keys of
+a segment, b bytes of a number in compute.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl.models.facts import ModelFacts
+
+if TYPE_CHECKING:
+    from verl.cluster.placement import Group, Plan, ProcessSpec
+    from verl.config import Config
+
+GIB = 2**30
+BLOCK, CHUNK = 128, 1024  # keys of a block of the pool; tokens whose logits are made together
+# Of a process that has loaded the libraries and computed nothing: measured (docs/planning.md), not derived. oneDNN,
+# which computes in half precision on a CPU, adds to it.
+LIBRARIES = {"cpu": int(0.39 * GIB), "cuda": int(0.6 * GIB)}
+ONEDNN = int(0.13 * GIB)
+CACHED = 0.5  # most of the free memory that keys and values take where nobody says how much
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a prompt and of a response: the longest, or those that are expected."""
+
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What one forward holds.
+
+    Attributes:
+        rows: responses.
+        tokens: packed.
+        scores: sum over segments of padded queries x keys: of one head.
+        keys: sum over segments of padded keys, those of the prompt with each of its responses.
+        long: whether keys go beyond one block, so that values are copied by block.
+    """
+
+    rows: int
+    tokens: int
+    scores: int
+    keys: int
+    long: bool
+
+
+def pack(rows: int, n: int, lengths: Lengths, shared: bool) -> Pack:
+    """So many responses, n of each prompt; the last token of a response is not part of it."""
+    prompt, rest = lengths.prompt, lengths.response - 1
+    keys = _up(prompt + rest, 32)
+    segments = [(rows, _up(rest, 8), keys)] if shared else [(rows, _up(prompt + rest, 8), keys)]
+    groups = -(-rows // n) if shared else rows
+    if shared:
+        segments.append((groups, _up(prompt, 8), _up(prompt, 32)))
+    return Pack(
+        rows,
+        groups * prompt + rows * rest,
+        sum(count * t * length for count, t, length in segments),
+        sum(count * length for count, _, length in segments),
+        keys > BLOCK,
+    )
+
+
+def largest_pack(available: int, n: int, lengths: Lengths, shared: bool, rows: int | None, tokens: int | None) -> Pack:
+    """The most responses that the limits of one forward allow, one at least."""
+    most = min(available, rows or available)
+    if tokens is not None:
+        most = bisect_right(range(1, most + 1), tokens, key=lambda count: pack(count, n, lengths, shared).tokens)
+    return pack(max(most, 1), n, lengths, shared)
+
+
+def kept_bytes(model: ModelFacts, part: Pack, b: int) -> int:
+    """What one layer keeps for its backward pass.
+
+    By token: inputs of both norms and what comes out of them (4 H), queries and the attention's output (2 A D), gate
+    and up (2 I). By key: copies of keys and values (2 K D, values twice beyond one block of 128 keys). By score: the
+    softmax in float32, and its copy for the product with the values where that is another tensor.
+    """
+    width, kv = model.heads * model.head_size, model.kv_heads * model.head_size
+    by_token = 4 * model.hidden + 2 * width + 2 * model.intermediate
+    by_score = 4 + (b if b < 4 or part.long else 0)
+    keys = part.keys * kv * (3 if part.long else 2)
+    return (part.tokens * by_token + keys) * b + part.scores * model.heads * by_score
+
+
+def passing_bytes(model: ModelFacts, part: Pack, b: int) -> int:
+    """What the backward pass of one layer needs beside that, and gives back: gradients of its scores or of its MLP."""
+    scores = part.scores * model.heads * (8 + 2 * b)
+    return max(scores, part.tokens * (4 * model.intermediate + 2 * model.hidden) * b)
+
+
+def activations(model: ModelFacts, part: Pack, b: int, checkpointing: bool) -> int:
+    """Bytes that a forward with gradient leaves behind in all layers; masks once."""
+    layer, masks = kept_bytes(model, part, b), 4 * part.scores
+    if checkpointing:
+        return model.layers * part.tokens * model.hidden * b + masks
+    return model.layers * layer + masks + 2 * part.tokens * model.hidden * b
+
+
+@dataclass(frozen=True)
+class Process:
+    """Memory of one process, in bytes.
+
+    Attributes:
+        count: of processes like it.
+        held: by part, all the time.
+        stages: by stage, the most that it needs beside; stages take turns.
+    """
+
+    name: str
+    count: int
+    device: str
+    held: dict[str, int]
+    stages: dict[str, dict[str, int]]
+
+    @property
+    def peak_stage(self) -> str:
+        return max(self.stages, key=lambda stage: sum(self.stages[stage].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values()) + sum(self.stages[self.peak_stage].values())
+
+
+def processes(
+    config: Config, plan: Plan, model: ModelFacts, critic: ModelFacts | None, lengths: Lengths, memory: int
+) -> list[Process]:
+    """Of every process that holds a model.
+
+    Args:
+        plan: of the processes.
+        lengths: of prompts and responses.
+        memory: bytes that one process may have; the cache of keys and values takes no more than half of what is left.
+    """
+    found = [
+        _group(config, group, model, critic, lengths, memory) for group in plan.groups if group.roles != {"reward"}
+    ]
+    for spec in plan.rollout:
+        b = bytes_of(config)
+        held = {"libraries": _libraries(b, spec.device), "rollout weights": _frozen(model, b, spec.device)}
+        stage = _rollout(config, spec, model, lengths, memory - sum(held.values()), plan.rollout[0].count)
+        found.append(Process(f"{spec.pool}: rollout", spec.count, spec.device, held, {"rollout": stage}))
+    return found
+
+
+def shares(config: Config) -> bool:
+    """Whether the responses of a group share their prompt in a pack."""
+    sharing = config.actor.prefix_sharing
+    return sharing == "on" or (sharing == "auto" and config.rollout.n > 1)
+
+
+def bytes_of(config: Config) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _libraries(b: int, device: str) -> int:
+    return LIBRARIES[device] + ONEDNN * (device == "cpu" and b < 4)
+
+
+def _frozen(model: ModelFacts, b: int, device: str) -> int:
+    """Weights that compute; on a CPU in bfloat16 once more as oneDNN lays them out."""
+    packed = b if device == "cpu" and b == 2 else 0
+    return model.parameters * b + model.multiplied * packed
+
+
+def _trained(config: Config, model: ModelFacts, ranks: int, device: str, name: str) -> dict[str, int]:
+    b, sharded = bytes_of(config), ranks > 1 and config.actor.strategy == "fsdp2"
+    share = -(-model.parameters // ranks) if sharded else model.parameters
+    parts = {f"{name} master weights (float32)": 4 * share, f"{name} optimizer state": 8 * share}
+    if sharded:  # whole are the embedding, the projection and one layer
+        ends = model.vocabulary * model.hidden * (1 if model.tied else 2)
+        parts[f"{name} gathered weights"] = b * (ends + 2 * (model.parameters - ends) // model.layers)
+    elif b < 4:
+        parts[f"{name} compute weights ({config.model.dtype})"] = _frozen(model, b, device)
+    return parts
+
+
+def _group(
+    config: Config, group: Group, model: ModelFacts, critic: ModelFacts | None, lengths: Lengths, memory: int
+) -> Process:
+    b, ranks, device = bytes_of(config), group.count, group.device
+    sharded, shared = ranks > 1 and config.actor.strategy == "fsdp2", shares(config)
+    held = {"libraries": _libraries(b, device)}
+    stages: dict[str, dict[str, int]] = {}
+    rows = -(-config.data.train_batch_size * config.rollout.n // ranks)
+    for role, facts in (("actor", model), ("critic", critic)):
+        if role not in group.roles or facts is None:
+            continue
+        held |= _trained(config, facts, ranks, device, role)
+        batch = config.actor_batch(ranks) if role == "actor" else config.critic_batch(ranks)
+        available = -(-batch.rows_per_mini_batch // ranks)
+        part = largest_pack(available, config.rollout.n, lengths, shared, batch.micro_batch_rows, batch.max_tokens)
+        several = part.rows < available
+        # Sharded gradients are whole until the last backward pass of an optimizer step adds them up over the ranks.
+        gradients = 4 * (facts.parameters if several or not sharded else -(-facts.parameters // ranks))
+        stages[f"{role} update"] = _update(config, facts, part, gradients, several, role == "actor")
+    if "reference" in group.roles:
+        held["reference weights"] = _frozen(model, b, device)
+        most, tokens = config.reference_batch()
+        part = largest_pack(rows, config.rollout.n, lengths, shared, most, tokens)
+        stages["reference log-probs"] = {
+            "one layer": kept_bytes(model, part, b) + passing_bytes(model, part, b) // 2,
+            "logits of a chunk": min(CHUNK, part.rows * lengths.response) * model.vocabulary * b,
+        }
+    if "rollout" in group.roles:
+        if sharded:
+            held["rollout weights"] = _frozen(model, b, device)
+        stages["rollout"] = _rollout(config, group, model, lengths, memory - sum(held.values()), ranks)
+    width = config.data.max_prompt_length + config.data.max_response_length
+    whole = config.data.train_batch_size * config.rollout.n
+    held["columns of a batch"] = whole * (24 * width + 30 * config.data.max_response_length)
+    return Process(f"{group.pool}: {group.named_roles}", ranks, device, held, stages)
+
+
+def _update(config: Config, model: ModelFacts, part: Pack, gradients: int, several: bool, head: bool) -> dict[str, int]:
+    """The larger of two moments: the backward pass of a micro-batch begins, or it ends and all gradients are there."""
+    b, saving = bytes_of(config), config.model.enable_gradient_checkpointing
+    kept = activations(model, part, b, saving)
+    layer = passing_bytes(model, part, b) + (kept_bytes(model, part, b) if saving else 0)
+    chunk = min(CHUNK, part.tokens) * model.vocabulary * b * head
+    own = model.vocabulary * model.hidden * (4 + b) * head  # the projection's gradient, added up in float32
+    begins = {
+        "gradients": gradients * several,
+        "activations of a micro-batch": kept,
+        "logits of a chunk and the head's gradient": chunk + own,
+    }
+    if layer > chunk + own:
+        begins = {**begins, "one layer's backward": layer}
+        begins.pop("logits of a chunk and the head's gradient")
+    ends = {"gradients": gradients, "one layer's backward": layer}
+    return max(begins, ends, key=lambda parts: sum(parts.values()))
+
+
+def _rollout(
+    config: Config, process: ProcessSpec, model: ModelFacts, lengths: Lengths, left: int, engines: int
+) -> dict[str, int]:
+    b, rollout, data = bytes_of(config), config.rollout, config.data
+    rows = min(rollout.max_num_seqs, -(-data.train_batch_size * rollout.n // engines))
+    block = 2 * model.layers * model.kv_heads * model.head_size * BLOCK * b
+    asked = getattr(process, "kv_cache_gb", None) or rollout.kv_cache_gb
+    longest = -(-(data.max_prompt_length + data.max_response_length) // BLOCK)
+    pool = (
+        int(asked * GIB)
+        if asked
+        else max(longest * block, min(longest * rollout.max_num_seqs * block, int(left * CACHED)))
+    )
+    used = rows * -(-(lengths.prompt + lengths.response) // BLOCK) * block
+    fed = min(rollout.max_num_batched_tokens, -(-rows // rollout.n) * lengths.prompt + rows)
+    feeding = pack(max(1, fed // lengths.prompt), 1, Lengths(lengths.prompt, 1), False)
+    return {
+        # On a CPU the pool takes memory where it is written.
+        "keys and values": min(pool, used) if process.device == "cpu" else pool,
+        "one layer of a prefill": kept_bytes(model, feeding, b),
+        "logits": rows * model.vocabulary * (b + 4),
+    }
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def needed(found: list[Process]) -> int:
+    """Bytes that must be there: of a GPU the largest process's, of main memory those of all processes together."""
+    if any(process.device == "cuda" for process in found):
+        return max(process.peak for process in found if process.device == "cuda")
+    return sum(process.count * process.peak for process in found)
+
+
+def smaller(config: Config, ranks: int) -> Iterator[list[str]]:
+    """Settings that need less memory, those that cost least first."""
+    batch, actor = config.actor_batch(ranks), config.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
+    if batch.max_tokens is not None:
+        limits = [batch.max_tokens, *(size for size in _halves(batch.max_tokens) if size > longest), longest]
+        roles = ("actor", "critic") if config.uses_critic else ("actor",)
+        sizes = [[f"{role}.ppo_max_token_len_per_gpu={limit}" for role in roles] for limit in dict.fromkeys(limits)]
+    else:
+        rows, total = batch.micro_batch_rows or 1, batch.rows_per_mini_batch // ranks
+        limits = [rows, *(size for size in range(rows - 1, 0, -1) if total % size == 0)]
+        sizes = [[f"actor.ppo_micro_batch_size_per_gpu={limit}"] for limit in limits]
+    cache, running = config.rollout.kv_cache_gb, config.rollout.max_num_seqs
+    if cache is not None:
+        caches = [[], *([f"rollout.kv_cache_gb={cache / 2**i:g}"] for i in range(1, 6))]
+    else:
+        caches = [[], *([f"rollout.max_num_seqs={size}"] for size in _halves(running))]
+    sizes[0] = []
+    sharding = [[], ["actor.strategy=fsdp2", "actor.auto_micro_batch=false"]]
+    for shard in sharding[: 1 + (ranks > 1 and actor.strategy != "fsdp2")]:
+        for saving in [[], ["model.enable_gradient_checkpointing=true"]][
+            : 2 - config.model.enable_gradient_checkpointing
+        ]:
+            for cache_words in caches:
+                for size in sizes:
+                    yield shard + saving + size + cache_words
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number > 1:
+        number //= 2
+        yield number
