@@ -49,7 +49,7 @@ def refused(*overrides: str) -> str:
         ),
         (
             ("cluster.pools.a.processes=2", "cluster.placement.critic=a", "cluster.backend=inline"),
-            "critic: 2 processes",
+            "critic: 2 ranks",
         ),
         # The critic's batch sizes are of its own ranks.
         (

@@ -173,7 +173,9 @@ def _world_size_problems(config: Config) -> Iterator[Problem]:
     if cluster.backend == "inline" and max(number or 1 for number in many.values()) > 1:
         yield Problem(
             "cluster.backend=inline is one process, and more are asked for",
-            ", ".join(f"{role}: {number} processes" for role, number in many.items() if (number or 1) > 1),
+            ", ".join(f"{role}: {number} ranks" for role, number in many.items() if (number or 1) > 1)
+            + f" (actor.world_size={config.actor.world_size}, trainer.nnodes={trainer.nnodes}, "
+            f"trainer.n_gpus_per_node={gpus})",
             "set cluster.backend=ray, or leave actor.world_size, trainer.n_gpus_per_node and processes out",
         )
 
