@@ -33,6 +33,7 @@ CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
 TICK_SECONDS = 0.05
 WISH_SECONDS = 1.0
 SPARE_REQUESTS = 8  # in a worker's hands beyond what it decodes at once: a finished row's place is refilled at once
+WORKER_ATTEMPTS = 6  # a response is lost with the last of so many workers
 MAX_LOSSES = 3  # workers lost in a row, beyond one each, without a sign of work by any, before the pool gives up
 
 
@@ -99,7 +100,7 @@ class RolloutPool:
         wish: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._exported_weights, self._log = config, exported_weights, log
-        self._dispatcher = Dispatcher(seconds=config.rollout.response_timeout or inf)
+        self._dispatcher = Dispatcher(WORKER_ATTEMPTS, seconds=config.rollout.response_timeout or inf)
         self._members: dict[str, _Member] = {}
         self._boxes: dict[Slot, list[Result]] = {}  # of those who wait in generate()
         self._finished: list[Result] = []
