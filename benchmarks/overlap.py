@@ -194,7 +194,7 @@ class SimulatedRollout:
         ids, log_probs = np.ones(length, np.int32), np.full(length, -1.0, np.float32)
         return Result(slot, ids, log_probs, np.ones(length, np.bool_), np.array(versions, np.int32), "stop")
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, requests: list[Request], prompts: DataProto | None = None) -> None:
         with self.clock.changed:
             now = self.clock.now()
             self.run(now)
@@ -230,6 +230,9 @@ class SimulatedRollout:
             self.run(self.clock.now())
             self.published.append(self.clock.now())
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, len(self.published) - 1, 0, 0, 0)
 
@@ -257,8 +260,8 @@ class SimulatedTrainer:
         self.trained += int(mini_batch.tensors["response_mask"].sum())
         return {}
 
-    def peak_memory_gb(self) -> float:
-        return 0.0
+    def memory_gb(self) -> dict[str, float]:
+        return {"peak": 0.0, "rewards": 0.0}
 
 
 class Bytes:

@@ -164,7 +164,7 @@ def test_validation_prefers_accuracy_and_averages_sources() -> None:
 
 def test_stage_seconds_take_parts_before_totals() -> None:
     assert names.stage_seconds(METRICS) == {"gen": 4.0, "process": 1.5, "update": 8.0}
-    totals = {"timing_s/rollout": 1.0, "timing_s/process": 2.0, "timing_s/update": 3.0, "timing_s/testing": 4.0}
+    totals = {"timing_s/wait_rollout": 1.0, "timing_s/process": 2.0, "timing_s/update": 3.0, "timing_s/testing": 4.0}
     assert names.stage_seconds(totals) == {"gen": 1.0, "process": 2.0, "update": 3.0, "validate": 4.0}
 
 
