@@ -31,7 +31,9 @@ def test_two_ranks_whole_then_sharded_a_death_and_going_on_with_one(tmp_path: Pa
     with verl_started(*train(GRPO, two, *ranks, "trainer.total_training_steps=2"), log=tmp_path / "first") as command:
         done = command.wait(90)
     assert done.code == 0, done.err
-    arguments = train(GRPO, two, *ranks, "trainer.total_training_steps=100000", "actor.strategy=fsdp2")
+    arguments = train(
+        GRPO, two, *ranks, "trainer.total_training_steps=100000", "actor.strategy=fsdp2", "trainer.max_restarts=0"
+    )
     with verl_started(*arguments, log=tmp_path / "second") as command:
         command.wait_until(reached(two, 4))
         workers = sorted(pid for pid, name in command.running().items() if name.startswith("ray::Worker"))

@@ -36,7 +36,7 @@ class Replayed:
     def compared(self) -> dict[str, tuple[float | None, float | None]]:
         """Metrics of processing and update that either has; times, memory and validation are not among them."""
         names = [
-            *self.now,
+            *(name for name in self.now if not name.startswith("perf/")),
             *(name for name in self.then if name.startswith(("actor/", "critic/")) and name not in self.now),
         ]
         return {name: (self.then.get(name), self.now.get(name)) for name in names}
