@@ -24,7 +24,7 @@ TRAIN_ARGS ?=
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make quickstart  train SmolLM2-135M on two-term sums and report (about 12 minutes on 2 cores)"
+	@echo "make quickstart  train SmolLM2-135M on two-term sums and report (5 to 10 minutes on 2 cores)"
 	@echo "make test        lint, types, layers and all tests"
 	@echo "make check       lint, types and layers only"
 	@echo "make drills      long runs and failure drills"
