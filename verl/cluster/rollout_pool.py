@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.cluster.early_scoring import for_scoring
 from verl.cluster.groups import ray_options
@@ -146,7 +146,8 @@ class RolloutPool:
         for member, reference in zip(members, references, strict=True):
             del member.calls[reference]
             self._call_now(reference, "setup", member)
-        sampled = [self._call_now(member.actor.sample.remote(probe), "sample", member) for member in members]
+        samples = [member.actor.sample.remote(probe) for member in members]  # side by side
+        sampled = [self._call_now(ref, "sample", member) for ref, member in zip(samples, members, strict=True)]
         with self._changed:
             for member in members:
                 self._join(member)
@@ -154,8 +155,12 @@ class RolloutPool:
         return sampled
 
     def _call_now(self, reference: Any, what: str, member: _Member) -> Any:
+        timeout = self._config.cluster.start_timeout
         try:
-            return ray.get(reference, timeout=self._config.cluster.start_timeout)
+            return ray.get(reference, timeout=timeout)
+        except GetTimeoutError as error:
+            fix = "raise cluster.start_timeout, or give the workers more threads"
+            raise ClusterError(f"{member.name} gave no answer to {what} in time", f"{timeout:g} s", fix) from error
         except RayTaskError as error:
             if isinstance(error.cause, VerlError):
                 raise error.cause from error
