@@ -36,14 +36,25 @@ class Section(BaseModel):
     """A frozen group of fields that refuses unknown names, NaN, infinities, and booleans where numbers belong.
 
     Every section says in ``acts_in`` where its fields act (stage, and role or part); a field that acts elsewhere has
-    ``json_schema_extra=acts("...")``. Every number has a unit in its type, such as ``Prompts`` or ``Number``.
+    ``json_schema_extra=acts("...")``. Every number has a unit in its type, such as ``Prompts`` or ``Number``. What a
+    field means is its ``description``, or the docstring below it where that is too long for its line.
     """
 
     acts_in: ClassVar[str]
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        defer_build=True,
+        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join(field.description.split()) if field.description else None
 
     @field_validator("*", mode="before")
     @classmethod

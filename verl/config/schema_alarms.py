@@ -14,23 +14,16 @@ class AlarmsConfig(Section):
 
     acts_in: ClassVar[str] = "the training loop, and verl doctor"
 
-    action: Literal["warn", "pause", "stop"] = Field(
-        "warn",
-        description="warn: note it in events.log and go on; pause: save a checkpoint and end the run, which goes on "
-        "with the same command; stop: end it without.",
-    )
-    kl: Annotated[float, Unit("nats a token")] | None = Field(
-        1.0, gt=0, description="Most KL to the reference, or else to the policy before the update."
-    )
-    entropy: Annotated[float, Unit("nats a token")] | None = Field(
-        0.02, gt=0, description="Least entropy of the policy."
-    )
-    length: Number | None = Field(
-        4.0, gt=1, description="Most factor by which responses may grow or shrink against the first steps."
-    )
-    grad_norm: Number | None = Field(
-        30.0, gt=1, description="Most gradient norm of the actor, as a multiple of the median of the steps before."
-    )
-    reward: Share | None = Field(
-        0.5, gt=0, le=1, description="Share of the best reward so far, above the lowest score, that may be lost again."
-    )
+    action: Literal["warn", "pause", "stop"] = "warn"
+    """warn: note it in events.log and go on; pause: save a checkpoint and end the run, which goes on with the same
+    command; stop: end it without."""
+    kl: Annotated[float, Unit("nats a token")] | None = Field(1.0, gt=0)
+    """Most KL to the reference, or else to the policy before the update."""
+    entropy: Annotated[float, Unit("nats a token")] | None = Field(0.02, gt=0)
+    """Least entropy of the policy."""
+    length: Number | None = Field(4.0, gt=1)
+    """Most factor by which responses may grow or shrink against the first steps."""
+    grad_norm: Number | None = Field(30.0, gt=1)
+    """Most gradient norm of the actor, as a multiple of the median of the steps before."""
+    reward: Share | None = Field(0.5, gt=0, le=1)
+    """Share of the best reward so far, above the lowest score, that may be lost again."""

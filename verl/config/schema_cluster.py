@@ -67,12 +67,10 @@ class PlacementConfig(Section):
     actor: str = Field(MAIN, min_length=1, description="The actor's pool; main is there without being named in pools.")
     critic: str | None = Field(None, min_length=1, description="The critic's pool; null: the actor's.")
     reference: str | None = Field(None, min_length=1, description="The reference's pool; null: the actor's.")
-    reward: str | None = Field(
-        None, min_length=1, description="The pool of reward model and reward functions; null: the actor's."
-    )
-    rollout: StringList = Field(
-        default_factory=list, description="Pools of rollout workers; none: the actor's processes sample."
-    )
+    reward: str | None = Field(None, min_length=1)
+    """The pool of reward model and reward functions; null: the actor's."""
+    rollout: StringList = Field(default_factory=list)
+    """Pools of rollout workers; none: the actor's processes sample."""
 
     def pool_of(self, role: str) -> str:
         """The pool of a role other than rollout."""
@@ -89,38 +87,23 @@ class ClusterConfig(Section):
 
     acts_in: ClassVar[str] = "start: the workers"
 
-    backend: Literal["ray", "inline"] = Field(
-        "ray", description="ray: workers as Ray actors; inline: the same workers in this process, without Ray."
-    )
-    address: str | None = Field(
-        None, description="Address of a running Ray cluster; null: a local one, started and stopped by the run."
-    )
-    threads: Annotated[int, Unit("threads")] | None = Field(
-        None,
-        ge=1,
-        description="CPU threads of each process whose pool does not say it; null: the cores, shared by the processes "
-        "that work at once.",
-    )
-    pools: FreeDict = Field(
-        default_factory=dict,
-        description="Processes by the name of their pool: {name: {processes, threads, gpus, memory_gb, resources, "
-        "device, env, kv_cache_gb}}; docs/cluster.md says what each does.",
-    )
+    backend: Literal["ray", "inline"] = "ray"
+    """ray: workers as Ray actors; inline: the same workers in this process, without Ray."""
+    address: str | None = None
+    """Address of a running Ray cluster; null: a local one, started and stopped by the run."""
+    threads: Annotated[int, Unit("threads")] | None = Field(None, ge=1)
+    """CPU threads of each process whose pool does not say it; null: the cores, shared by the processes that work at
+    once."""
+    pools: FreeDict = Field(default_factory=dict)
+    """Processes by the name of their pool: {name: {processes, threads, gpus, memory_gb, resources, device, env,
+    kv_cache_gb}}; docs/cluster.md says what each does."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig, description="The pool of each role.")
     start_timeout: Seconds = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")
-    collective_timeout: Seconds = Field(
-        1800.0,
-        gt=0,
-        description="Seconds that a training rank waits for the others, whose work may take longer than its own.",
-        json_schema_extra=acts("update and process: sums over ranks"),
-    )
-    stall_seconds: Seconds = Field(
-        600.0,
-        gt=0,
-        description="Seconds without an answer of a worker after which, and after as many again, it is said and "
-        "written to events.log who waits for whom, with the stack of the silent process.",
-        json_schema_extra=acts("every call to a worker"),
-    )
+    collective_timeout: Seconds = Field(1800.0, gt=0, json_schema_extra=acts("update and process: sums over ranks"))
+    """Seconds that a training rank waits for the others, whose work may take longer than its own."""
+    stall_seconds: Seconds = Field(600.0, gt=0, json_schema_extra=acts("every call to a worker"))
+    """Seconds without an answer of a worker after which, and after as many again, it is said and written to events.log
+    who waits for whom, with the stack of the silent process."""
     dashboard: bool = Field(False, description="Start Ray's dashboard on the loopback interface.")
 
     @field_validator("pools")

@@ -55,25 +55,18 @@ class SamplerConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the loader of prompts"
 
-    kind: Literal["auto", "random", "sequential", "weighted", "curriculum"] = Field(
-        "auto",
-        description="random or sequential: every row once an epoch; weighted: by weights; curriculum: most often the "
-        "rows that are solved about half the time; auto: weighted where weights are given, else by data.shuffle.",
-    )
-    weights: list[Annotated[float, Unit("weight")]] = Field(
-        default_factory=list, description="Weighted: one weight for each entry of data.train_files."
-    )
-    source_weights: FreeDict = Field(
-        default_factory=dict, description="Weighted: one weight for each data source, e.g. {math: 3, code: 1}."
-    )
-    weights_by: Literal["set", "row"] = Field(
-        "set",
-        description="What weights and source_weights are of: set: the share of draws of an entry or source, whatever "
-        "its size; row: each row in it.",
-    )
-    weight_column: str | None = Field(
-        None, min_length=1, description="Weighted: column with a weight of each row's own, instead of the others."
-    )
+    kind: Literal["auto", "random", "sequential", "weighted", "curriculum"] = "auto"
+    """random or sequential: every row once an epoch; weighted: by weights; curriculum: most often the rows that are
+    solved about half the time; auto: weighted where weights are given, else by data.shuffle."""
+    weights: list[Annotated[float, Unit("weight")]] = Field(default_factory=list)
+    """Weighted: one weight for each entry of data.train_files."""
+    source_weights: FreeDict = Field(default_factory=dict)
+    """Weighted: one weight for each data source, e.g. {math: 3, code: 1}."""
+    weights_by: Literal["set", "row"] = "set"
+    """What weights and source_weights are of: set: the share of draws of an entry or source, whatever its size; row:
+    each row in it."""
+    weight_column: str | None = Field(None, min_length=1)
+    """Weighted: column with a weight of each row's own, instead of the others."""
     class_path: str | None = Field(None, description="Python file that holds your own sampler class.")
     class_name: str | None = Field(None, description="Name of the sampler class in that file.")
 
@@ -102,104 +95,51 @@ class DataConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the loader of prompts"
 
-    train_files: StringList = Field(
-        description="Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list, read in "
-        "the order given.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
-    val_files: StringList = Field(
-        default_factory=list,
-        description="Validation files, as train_files; empty: no validation takes place.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
+    train_files: StringList = Field(json_schema_extra=acts("start: reading the data files"))
+    """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list, read in the order
+    given."""
+    val_files: StringList = Field(default_factory=list, json_schema_extra=acts("start: reading the data files"))
+    """Validation files, as train_files; empty: no validation takes place."""
     train_batch_size: Prompts = Field(1024, ge=1, description="Prompts drawn for one training step.")
-    val_batch_size: Prompts | None = Field(
-        None,
-        ge=1,
-        description="Prompts generated at once in validation; null: the whole validation set.",
-        json_schema_extra=acts("validation: the loader of prompts"),
-    )
-    max_prompt_length: Tokens = Field(
-        512,
-        ge=1,
-        description="Longest prompt in tokens; what happens to longer ones: truncation.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
-    max_response_length: Tokens = Field(
-        512,
-        ge=1,
-        description="Most tokens that the engine samples for one response.",
-        json_schema_extra=acts("rollout: the engine"),
-    )
+    val_batch_size: Prompts | None = Field(None, ge=1, json_schema_extra=acts("validation: the loader of prompts"))
+    """Prompts generated at once in validation; null: the whole validation set."""
+    max_prompt_length: Tokens = Field(512, ge=1, json_schema_extra=acts("start: reading the data files"))
+    """Longest prompt in tokens; what happens to longer ones: truncation."""
+    max_response_length: Tokens = Field(512, ge=1, json_schema_extra=acts("rollout: the engine"))
+    """Most tokens that the engine samples for one response."""
     truncation: Literal["error", "left", "right", "middle"] = Field(
-        "error",
-        description="A prompt longer than max_prompt_length stops the run (error), or loses tokens on that side.",
-        json_schema_extra=acts("start: reading the data files"),
+        "error", json_schema_extra=acts("start: reading the data files")
     )
-    filter_overlong_prompts: bool = Field(
-        False,
-        description="Leave out prompts longer than max_prompt_length when the files are read, and count them.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
-    prompt_key: str = Field(
-        "prompt",
-        min_length=1,
-        description="Column that holds the prompt (messages or text).",
-        json_schema_extra=acts("start: reading the data files"),
-    )
-    answer_key: str | None = Field(
-        None,
-        description="Column that holds the ground truth; null: reward_model.ground_truth of the row.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
-    reward_fn_key: str = Field(
-        "data_source",
-        min_length=1,
-        description="Column by whose value the reward rule is chosen.",
-        json_schema_extra=acts("rollout: the scorer"),
-    )
+    """A prompt longer than max_prompt_length stops the run (error), or loses tokens on that side."""
+    filter_overlong_prompts: bool = Field(False, json_schema_extra=acts("start: reading the data files"))
+    """Leave out prompts longer than max_prompt_length when the files are read, and count them."""
+    prompt_key: str = Field("prompt", min_length=1, json_schema_extra=acts("start: reading the data files"))
+    """Column that holds the prompt (messages or text)."""
+    answer_key: str | None = Field(None, json_schema_extra=acts("start: reading the data files"))
+    """Column that holds the ground truth; null: reward_model.ground_truth of the row."""
+    reward_fn_key: str = Field("data_source", min_length=1, json_schema_extra=acts("rollout: the scorer"))
+    """Column by whose value the reward rule is chosen."""
     shuffle: bool = Field(True, description="Draw training prompts in a seeded random order, new in every epoch.")
-    seed: Seed | None = Field(
-        None, ge=0, lt=2**63, description="Seed of the order of training prompts; null: trainer.seed."
-    )
-    train_max_samples: RowLimit = Field(
-        -1,
-        description="Use only so many training rows, counted after filtering; -1: all.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
-    val_max_samples: RowLimit = Field(
-        -1,
-        description="Use only so many validation rows, counted after filtering; -1: all.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
+    seed: Seed | None = Field(None, ge=0, lt=2**63)
+    """Seed of the order of training prompts; null: trainer.seed."""
+    train_max_samples: RowLimit = Field(-1, json_schema_extra=acts("start: reading the data files"))
+    """Use only so many training rows, counted after filtering; -1: all."""
+    val_max_samples: RowLimit = Field(-1, json_schema_extra=acts("start: reading the data files"))
+    """Use only so many validation rows, counted after filtering; -1: all."""
     drop_last: bool = Field(True, description="Leave out the last batch of an epoch when it is not full.")
-    chat_template_kwargs: FreeDict = Field(
-        default_factory=dict,
-        description="Passed on to the tokenizer's chat template, e.g. {enable_thinking: false}.",
-        json_schema_extra=acts("start: rendering the prompts"),
-    )
-    on_bad_row: Literal["skip", "error"] = Field(
-        "skip",
-        description="A row that cannot be used is left out and listed in the run's skipped.jsonl, or stops the run.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
-    max_skipped_fraction: Share = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Share of the rows read that may be left out as unusable before the run stops.",
-        json_schema_extra=acts("start: reading the data files"),
-    )
+    chat_template_kwargs: FreeDict = Field(default_factory=dict, json_schema_extra=acts("start: rendering the prompts"))
+    """Passed on to the tokenizer's chat template, e.g. {enable_thinking: false}."""
+    on_bad_row: Literal["skip", "error"] = Field("skip", json_schema_extra=acts("start: reading the data files"))
+    """A row that cannot be used is left out and listed in the run's skipped.jsonl, or stops the run."""
+    max_skipped_fraction: Share = Field(0.01, ge=0, le=1, json_schema_extra=acts("start: reading the data files"))
+    """Share of the rows read that may be left out as unusable before the run stops."""
     num_workers: Annotated[int, Unit("processes")] | None = Field(
-        None,
-        ge=0,
-        description="Most processes that render and filter prompts, one for every 20000 rows; 0: none but this one; "
-        "null: as many as there are cores, 8 at most.",
-        json_schema_extra=acts("start: rendering the prompts"),
+        None, ge=0, json_schema_extra=acts("start: rendering the prompts")
     )
-    custom_cls: CustomDatasetConfig = Field(
-        default_factory=CustomDatasetConfig, description="Your own dataset class in place of files."
-    )
+    """Most processes that render and filter prompts, one for every 20000 rows; 0: none but this one; null: as many as
+    there are cores, 8 at most."""
+    custom_cls: CustomDatasetConfig = Field(default_factory=CustomDatasetConfig)
+    """Your own dataset class in place of files."""
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="The order of training prompts.")
 
     _some_files = field_validator("train_files")(check_some_files)
@@ -211,12 +151,10 @@ class Fp16Config(Section):
     acts_in: ClassVar[str] = "update: backward passes of actor and critic"
 
     loss_scale: Number = Field(0.0, ge=0, description="A fixed scale; 0: dynamic, from 2^initial_scale_power.")
-    initial_scale_power: Annotated[int, Unit("power of two")] = Field(
-        16, ge=0, le=64, description="Where a dynamic scale starts; halved (down to 1) when a gradient overflows."
-    )
-    loss_scale_window: Annotated[int, Unit("optimizer steps")] = Field(
-        1000, ge=1, description="Steps without an overflow after which a dynamic scale is doubled."
-    )
+    initial_scale_power: Annotated[int, Unit("power of two")] = Field(16, ge=0, le=64)
+    """Where a dynamic scale starts; halved (down to 1) when a gradient overflows."""
+    loss_scale_window: Annotated[int, Unit("optimizer steps")] = Field(1000, ge=1)
+    """Steps without an overflow after which a dynamic scale is doubled."""
 
 
 class ModelConfig(Section):
@@ -224,22 +162,19 @@ class ModelConfig(Section):
 
     acts_in: ClassVar[str] = "start: loading the model, for every role"
 
-    path: str = Field(
-        min_length=1, description="Model alias (smollm2-135m), Hugging Face folder, GGUF file, or hub id."
-    )
+    path: str = Field(min_length=1)
+    """Model alias (smollm2-135m), Hugging Face folder, GGUF file, or hub id."""
     tokenizer_path: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the model's own.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16",
-        description="Compute type of trainer and engine alike; master weights are always float32.",
-        json_schema_extra=acts("wherever a model computes: trainer and engine"),
+        "bfloat16", json_schema_extra=acts("wherever a model computes: trainer and engine")
     )
+    """Compute type of trainer and engine alike; master weights are always float32."""
     fp16: Fp16Config = Field(default_factory=Fp16Config, description="Loss scale of float16.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model or tokenizer.")
     enable_gradient_checkpointing: bool = Field(
-        False,
-        description="Recompute activations in the backward pass: less memory, about a third more time.",
-        json_schema_extra=acts("update: backward passes of actor and critic"),
+        False, json_schema_extra=acts("update: backward passes of actor and critic")
     )
+    """Recompute activations in the backward pass: less memory, about a third more time."""
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -266,9 +201,8 @@ class RewardFunctionConfig(Section):
     name: str = Field("compute_score", min_length=1, description="Name of the function in that file.")
     kwargs: FreeDict = Field(default_factory=dict, description="Extra keyword arguments of every call.")
     weight: Number = Field(1.0, description="Factor of its score in the sum; 0: only logged.")
-    data_sources: StringList = Field(
-        default_factory=list, description="Data sources that it is for, a trailing * for any ending; empty: all."
-    )
+    data_sources: StringList = Field(default_factory=list)
+    """Data sources that it is for, a trailing * for any ending; empty: all."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> RewardFunctionConfig:
@@ -283,21 +217,15 @@ class RewardModelConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the scorer"
 
-    path: str | None = Field(
-        None,
-        min_length=1,
-        description="Hugging Face folder or hub id of the model, or a run of verl reward-model train; null: none.",
-    )
+    path: str | None = Field(None, min_length=1)
+    """Hugging Face folder or hub id of the model, or a run of verl reward-model train; null: none."""
     weight: Number = Field(1.0, description="Factor of its score in the sum with the other rewards.")
-    max_length: Tokens | None = Field(
-        None, ge=2, description="Most tokens of prompt and response that it reads; null: what it has positions for."
-    )
-    truncation: Literal["left", "right"] = Field(
-        "left", description="Side on which longer ones lose tokens; left keeps the response."
-    )
-    max_token_len_per_gpu: Tokens = Field(
-        16384, ge=2, description="Most tokens of one of its forward passes; memory and speed only."
-    )
+    max_length: Tokens | None = Field(None, ge=2)
+    """Most tokens of prompt and response that it reads; null: what it has positions for."""
+    truncation: Literal["left", "right"] = "left"
+    """Side on which longer ones lose tokens; left keeps the response."""
+    max_token_len_per_gpu: Tokens = Field(16384, ge=2)
+    """Most tokens of one of its forward passes; memory and speed only."""
 
 
 JUDGE_PROMPT = """\
@@ -322,30 +250,21 @@ class JudgeConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the scorer"
 
-    base_url: str | None = Field(
-        None, min_length=1, description="Address of the endpoint, such as http://localhost:8000/v1; null: no judge."
-    )
+    base_url: str | None = Field(None, min_length=1)
+    """Address of the endpoint, such as http://localhost:8000/v1; null: no judge."""
     model: str = Field("default", min_length=1, description="Name of the model at the endpoint.")
-    prompt: str = Field(
-        JUDGE_PROMPT,
-        min_length=1,
-        description="What it is asked; {prompt}, {response} and {ground_truth} stand for those.",
-    )
-    pattern: str = Field(
-        r"Score:\s*(-?\d+(?:\.\d+)?)",
-        min_length=1,
-        description="Regular expression whose group is the score; the last place that fits counts.",
-    )
+    prompt: str = Field(JUDGE_PROMPT, min_length=1)
+    """What it is asked; {prompt}, {response} and {ground_truth} stand for those."""
+    pattern: str = Field(r"Score:\s*(-?\d+(?:\.\d+)?)", min_length=1)
+    """Regular expression whose group is the score; the last place that fits counts."""
     weight: Number = Field(1.0, description="Factor of its score in the sum with the other rewards.")
     api_key_env: str | None = Field(None, description="Environment variable that holds the key; null: no key is sent.")
     max_concurrency: Annotated[int, Unit("requests")] = Field(8, ge=1, description="Requests under way at once.")
-    requests_per_minute: Number | None = Field(
-        None, gt=0, description="Most requests begun in a minute, evenly spaced; null: any number."
-    )
+    requests_per_minute: Number | None = Field(None, gt=0)
+    """Most requests begun in a minute, evenly spaced; null: any number."""
     timeout: Seconds = Field(60.0, gt=0, description="Seconds for one answer.")
-    retries: Annotated[int, Unit("requests")] = Field(
-        3, ge=0, description="Further tries where the endpoint does not answer, is busy or has failed."
-    )
+    retries: Annotated[int, Unit("requests")] = Field(3, ge=0)
+    """Further tries where the endpoint does not answer, is busy or has failed."""
     max_tokens: Tokens = Field(512, ge=1, description="Most tokens of its answer.")
 
     @field_validator("pattern")
@@ -379,85 +298,46 @@ class RewardConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the scorer"
 
-    rule: str = Field(
-        "auto", min_length=1, description="Name of a built-in rule; auto: chosen by the row's data source."
-    )
-    custom_reward_function: CustomRewardConfig = Field(
-        default_factory=CustomRewardConfig, description="Your own function instead of a built-in rule."
-    )
-    reward_kwargs: FreeDict = Field(
-        default_factory=dict, description="Extra keyword arguments of every call of the reward function."
-    )
-    functions: FreeDict = Field(
-        default_factory=dict,
-        description="Several reward functions at once by name, their scores added: {name: {rule or path, name, kwargs, "
-        "weight, data_sources}}; in place of the three above.",
-    )
-    model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="A reward model: its score alone, or added to the others."
-    )
-    judge: JudgeConfig = Field(
-        default_factory=JudgeConfig, description="A generative judge: its score alone, or added to the others."
-    )
-    on_error: Literal["skip", "retry", "stop"] = Field(
-        "skip",
-        description="A response that could not be scored is left out, asked about twice more first, or stops the run.",
-    )
-    sandbox: SandboxConfig = Field(
-        default_factory=SandboxConfig, description="Where model-written programs are run (rule code)."
-    )
-    num_workers: Annotated[int, Unit("processes")] | None = Field(
-        None,
-        ge=0,
-        description="Most processes that call your functions and rules without a bound of their own; 0: none but the "
-        "run's own, without time limit; null: as many as there are cores.",
-    )
-    min_workers: Annotated[int, Unit("processes")] = Field(
-        1, ge=0, description="Of these, so many stay when there is nothing to score; the others come and go."
-    )
-    timeout: Seconds = Field(
-        60.0,
-        gt=0,
-        description="Time of one call, its own alone; what does not stop then is killed and counted as failed.",
-    )
-    worker_memory_gb: Annotated[float, Unit("GiB")] | None = Field(
-        None,
-        gt=0,
-        description="Most memory of one of them; null: its share of half of what is free, but at least 4.",
-    )
-    cache: bool = Field(
-        True,
-        description="Equal responses to one prompt are asked about once; false for functions that draw at random.",
-    )
-    length_normalization: LengthNormalizationConfig = Field(
-        default_factory=LengthNormalizationConfig, description="Scores divided by a power of the length."
-    )
-    length_penalty: Number = Field(
-        0.0,
-        ge=0,
-        description="Taken off the score of a response of data.max_response_length tokens; shorter in proportion.",
-        json_schema_extra=acts(SHAPING),
-    )
-    overlong_buffer: OverlongBufferConfig = Field(
-        default_factory=OverlongBufferConfig, description="DAPO's penalty near the length limit."
-    )
-    scaling: Literal["none", "batch", "running"] = Field(
-        "none",
-        description="Divide scores by their deviation, of the batch or of the whole run so far.",
-        json_schema_extra=acts(SHAPING),
-    )
-    clip: Number | None = Field(
-        None,
-        gt=0,
-        description="Largest size of a score, after all the others; null: any.",
-        json_schema_extra=acts(SHAPING),
-    )
-    max_failed_fraction: Share = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Share of a batch's responses that may go unscored (an exception, a timeout) before the run stops.",
-    )
+    rule: str = Field("auto", min_length=1)
+    """Name of a built-in rule; auto: chosen by the row's data source."""
+    custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
+    """Your own function instead of a built-in rule."""
+    reward_kwargs: FreeDict = Field(default_factory=dict)
+    """Extra keyword arguments of every call of the reward function."""
+    functions: FreeDict = Field(default_factory=dict)
+    """Several reward functions at once by name, their scores added: {name: {rule or path, name, kwargs, weight,
+    data_sources}}; in place of the three above."""
+    model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    """A reward model: its score alone, or added to the others."""
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    """A generative judge: its score alone, or added to the others."""
+    on_error: Literal["skip", "retry", "stop"] = "skip"
+    """A response that could not be scored is left out, asked about twice more first, or stops the run."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Where model-written programs are run (rule code)."""
+    num_workers: Annotated[int, Unit("processes")] | None = Field(None, ge=0)
+    """Most processes that call your functions and rules without a bound of their own; 0: none but the run's own,
+    without time limit; null: as many as there are cores."""
+    min_workers: Annotated[int, Unit("processes")] = Field(1, ge=0)
+    """Of these, so many stay when there is nothing to score; the others come and go."""
+    timeout: Seconds = Field(60.0, gt=0)
+    """Time of one call, its own alone; what does not stop then is killed and counted as failed."""
+    worker_memory_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
+    """Most memory of one of them; null: its share of half of what is free, but at least 4."""
+    cache: bool = True
+    """Equal responses to one prompt are asked about once; false for functions that draw at random."""
+    length_normalization: LengthNormalizationConfig = Field(default_factory=LengthNormalizationConfig)
+    """Scores divided by a power of the length."""
+    length_penalty: Number = Field(0.0, ge=0, json_schema_extra=acts(SHAPING))
+    """Taken off the score of a response of data.max_response_length tokens; shorter in proportion."""
+    overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
+    """DAPO's penalty near the length limit."""
+    scaling: Literal["none", "batch", "running"] = Field("none", json_schema_extra=acts(SHAPING))
+    """Divide scores by their deviation, of the batch or of the whole run so far."""
+    clip: Number | None = Field(None, gt=0, json_schema_extra=acts(SHAPING))
+    """Largest size of a score, after all the others; null: any."""
+    max_failed_fraction: Share = Field(0.5, ge=0, le=1)
+    """Share of a batch's responses that may go unscored (an exception, a timeout) before the run stops."""
 
     @field_validator("functions")
     @classmethod

@@ -27,17 +27,15 @@ class PolicyLossConfig(Section):
         "kl_cov",
         "dppo_tv",
         "dppo_kl",
-    ] = Field(
-        "vanilla", description="Policy loss; vanilla: PPO's clipped surrogate with dual clip. See docs/algorithms.md."
-    )
+    ] = "vanilla"
+    """Policy loss; vanilla: PPO's clipped surrogate with dual clip. See docs/algorithms.md."""
     path: str | None = Field(None, description="Python file with a policy loss of your own, instead of loss_mode.")
     name: str = Field("policy_loss", description="Its function in that file.")
     clip_cov_ratio: Share = Field(2e-4, ge=0, le=1, description="clip_cov: share of all tokens that is left out.")
     clip_cov_lb: Number = Field(1.0, description="clip_cov: tokens are left out only above this covariance.")
     clip_cov_ub: Number = Field(5.0, description="clip_cov: tokens are left out only below this covariance.")
-    kl_cov_ratio: Share = Field(
-        2e-3, ge=0, le=1, description="kl_cov: share of tokens, by covariance from the top, that is held back."
-    )
+    kl_cov_ratio: Share = Field(2e-3, ge=0, le=1)
+    """kl_cov: share of tokens, by covariance from the top, that is held back."""
     ppo_kl_coef: Number = Field(1.0, ge=0, description="kl_cov: weight of their penalty, the absolute log-ratio.")
 
     @property
@@ -51,9 +49,8 @@ class ScheduleConfig(Section):
 
     acts_in: ClassVar[str] = "update: the actor's loss"
 
-    type: Literal["constant", "linear", "cosine", "adaptive"] = Field(
-        "constant", description="constant; linear or cosine: to end after the last step; adaptive: towards target."
-    )
+    type: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
+    """constant; linear or cosine: to end after the last step; adaptive: towards target."""
     end: Number | None = Field(None, ge=0, description="linear, cosine: the value at the end of the run.")
     target: Number | None = Field(None, gt=0, description="adaptive: what the watched metric is steered to.")
     rate: Share = Field(0.1, gt=0, lt=1, description="adaptive: largest change in one training step, as a share.")
@@ -68,9 +65,8 @@ class ScheduleConfig(Section):
 class ClipScheduleConfig(ScheduleConfig):
     """How the clip threshold moves: clip_ratio_high by the schedule, clip_ratio_low in proportion."""
 
-    target_metric: Literal["ppo_kl", "pg_clipfrac"] = Field(
-        "ppo_kl", description="adaptive: the metric that target is about, actor/ppo_kl or actor/pg_clipfrac."
-    )
+    target_metric: Literal["ppo_kl", "pg_clipfrac"] = "ppo_kl"
+    """adaptive: the metric that target is about, actor/ppo_kl or actor/pg_clipfrac."""
 
 
 def _threshold(value: Any) -> Any:
@@ -108,32 +104,21 @@ class RolloutCorrectionConfig(Section):
 
     acts_in: ClassVar[str] = "process: weights of the tokens"
 
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        None, description="Importance weights pi_old / pi_rollout of each token, or of the whole response; null: none."
-    )
-    rollout_is_threshold: Threshold = Field(
-        2.0,
-        description="A number: weights are cut to at most this (TIS); a range [lo, hi]: weights outside become 0 and "
-        "those inside stay (IcePop; lo 0: MIS).",
-    )
-    rollout_rs: Annotated[str, AfterValidator(_rejection), Takes(f"one of {', '.join(REJECTIONS)}")] | None = Field(
-        None,
-        description="Reject tokens, or responses, by a statistic of the log-ratio: token|seq_sum|seq_mean|seq_max, "
-        "then _k1 (seq_mean_k1: geometric mean of the ratio), _k2 or _k3; null: none.",
-    )
-    rollout_rs_threshold: Threshold | None = Field(
-        None,
-        description="k1: the ratio kept, as a range [lo, hi], or one number c for [1/c, c]; k2, k3: the largest "
-        "divergence kept.",
-    )
-    bypass_mode: bool = Field(
-        False, description="Take the engine's log-probs as old ones: the loss's ratio corrects by itself."
-    )
-    loss_type: Literal["ppo_clip", "reinforce"] = Field(
-        "ppo_clip",
-        description="With bypass_mode: the policy loss as configured, or the policy gradient -A log pi times the "
-        "importance weights.",
-    )
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights pi_old / pi_rollout of each token, or of the whole response; null: none."""
+    rollout_is_threshold: Threshold = 2.0
+    """A number: weights are cut to at most this (TIS); a range [lo, hi]: weights outside become 0 and those inside stay
+    (IcePop; lo 0: MIS)."""
+    rollout_rs: Annotated[str, AfterValidator(_rejection), Takes(f"one of {', '.join(REJECTIONS)}")] | None = None
+    """Reject tokens, or responses, by a statistic of the log-ratio: token|seq_sum|seq_mean|seq_max, then _k1
+    (seq_mean_k1: geometric mean of the ratio), _k2 or _k3; null: none."""
+    rollout_rs_threshold: Threshold | None = None
+    """k1: the ratio kept, as a range [lo, hi], or one number c for [1/c, c]; k2, k3: the largest divergence kept."""
+    bypass_mode: bool = False
+    """Take the engine's log-probs as old ones: the loss's ratio corrects by itself."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """With bypass_mode: the policy loss as configured, or the policy gradient -A log pi times the importance
+    weights."""
 
     @property
     def active(self) -> bool:

@@ -44,34 +44,25 @@ class OptimConfig(Section):
     acts_in: ClassVar[str] = "update: the optimizer"
 
     lr: Number = Field(1e-6, ge=0, description="Peak learning rate.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "constant",
-        description="Course of the learning rate after warm-up, down to lr x min_lr_ratio after the last step; wsd: "
-        "constant, then linear over lr_wsd_decay_steps.",
-    )
-    lr_warmup_steps: Steps = Field(
-        -1, ge=-1, description="Training steps of linear warm-up from 0; -1: lr_warmup_steps_ratio of all steps."
-    )
-    lr_warmup_steps_ratio: Share = Field(
-        0.0, ge=0, le=1, description="Warm-up as a share of all training steps; used when lr_warmup_steps is -1."
-    )
-    lr_wsd_decay_steps: Steps | None = Field(
-        None, ge=1, description="wsd: training steps of the decay at the end; null: a tenth of all steps."
-    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Course of the learning rate after warm-up, down to lr x min_lr_ratio after the last step; wsd: constant, then
+    linear over lr_wsd_decay_steps."""
+    lr_warmup_steps: Steps = Field(-1, ge=-1)
+    """Training steps of linear warm-up from 0; -1: lr_warmup_steps_ratio of all steps."""
+    lr_warmup_steps_ratio: Share = Field(0.0, ge=0, le=1)
+    """Warm-up as a share of all training steps; used when lr_warmup_steps is -1."""
+    lr_wsd_decay_steps: Steps | None = Field(None, ge=1)
+    """wsd: training steps of the decay at the end; null: a tenth of all steps."""
     min_lr_ratio: Share = Field(0.0, ge=0, le=1, description="Where linear, cosine and wsd end, as a share of lr.")
     weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay (AdamW).")
-    betas: Annotated[tuple[Number, Number], AfterValidator(_betas)] = Field(
-        (0.9, 0.999), description="Decay rates of Adam's first and second moment."
-    )
+    betas: Annotated[tuple[Number, Number], AfterValidator(_betas)] = (0.9, 0.999)
+    """Decay rates of Adam's first and second moment."""
     eps: Number = Field(1e-8, gt=0, description="Added to the root of Adam's second moment.")
-    decay_norms_and_biases: bool = Field(
-        False, description="Decay parameters of one dimension too (norms and biases), as verl does."
-    )
-    on_nonfinite: Literal["skip", "stop"] = Field(
-        "skip",
-        description="A gradient with NaN or infinity: leave the step out and count it (skipped_steps), or stop the "
-        "run. What a dynamic loss scale can mend is always skipped.",
-    )
+    decay_norms_and_biases: bool = False
+    """Decay parameters of one dimension too (norms and biases), as verl does."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """A gradient with NaN or infinity: leave the step out and count it (skipped_steps), or stop the run. What a dynamic
+    loss scale can mend is always skipped."""
 
 
 class CriticOptimConfig(OptimConfig):
@@ -85,105 +76,69 @@ class ActorConfig(Section):
 
     acts_in: ClassVar[str] = "update: the actor"
 
-    world_size: Annotated[int, Unit("ranks")] | None = Field(
-        None,
-        ge=1,
-        description="Processes that train together, of actor, critic and reference alike; null: one for each GPU of "
-        "trainer.nnodes x trainer.n_gpus_per_node, one on a CPU.",
-        json_schema_extra=acts("start: the workers"),
-    )
-    strategy: Literal["replicate", "fsdp2"] = Field(
-        "replicate",
-        description="What each of several ranks holds of actor and critic: all, or its share of weights, gradients and "
-        "optimizer state (fsdp2, with layers gathered while they compute).",
-        json_schema_extra=acts("start: the workers"),
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="With fsdp2: layers are given up after the forward pass and gathered again for the backward pass; "
-        "false: kept until then, for fewer exchanges and more memory.",
-    )
-    ppo_mini_batch_size: Prompts = Field(
-        256, ge=1, description="Prompts in one optimizer step (all ranks together); divides data.train_batch_size."
-    )
-    ppo_micro_batch_size_per_gpu: Responses | None = Field(
-        None, ge=1, description="Responses in one backward pass on one rank; null: dynamic batching by tokens."
-    )
-    use_dynamic_bsz: bool | None = Field(
-        None,
-        description="Fill micro-batches up to ppo_max_token_len_per_gpu tokens instead of a fixed number of responses; "
-        "null: true when no micro-batch size is given.",
-    )
-    ppo_max_token_len_per_gpu: Tokens = Field(
-        16384, ge=1, description="Most tokens (prompt and response) in one micro-batch on one rank, dynamic batching."
-    )
-    gradient_accumulation: Annotated[int, Unit("micro-batches")] | None = Field(
-        None,
-        ge=1,
-        description="Micro-batches in one optimizer step on one rank; derived, and when given it must agree.",
-    )
-    skip_zero_loss: bool = Field(
-        True,
-        description="No backward pass for rows that teach nothing: all advantages 0 (a group with equal rewards), "
-        "without entropy bonus and KL loss. Their metrics are computed all the same.",
-    )
-    auto_micro_batch: bool = Field(
-        False,
-        description="When memory runs out, halve the micro-batches of actor, critic and reference for the rest of the "
-        "run and start the pass over; false: stop and say what did not fit.",
-    )
-    ppo_epochs: Annotated[int, Unit("passes over a batch")] = Field(
-        1, ge=1, description="Passes over each batch of experience."
-    )
+    world_size: Annotated[int, Unit("ranks")] | None = Field(None, ge=1, json_schema_extra=acts("start: the workers"))
+    """Processes that train together, of actor, critic and reference alike; null: one for each GPU of trainer.nnodes x
+    trainer.n_gpus_per_node, one on a CPU."""
+    strategy: Literal["replicate", "fsdp2"] = Field("replicate", json_schema_extra=acts("start: the workers"))
+    """What each of several ranks holds of actor and critic: all, or its share of weights, gradients and optimizer state
+    (fsdp2, with layers gathered while they compute)."""
+    reshard_after_forward: bool = True
+    """With fsdp2: layers are given up after the forward pass and gathered again for the backward pass; false: kept
+    until then, for fewer exchanges and more memory."""
+    ppo_mini_batch_size: Prompts = Field(256, ge=1)
+    """Prompts in one optimizer step (all ranks together); divides data.train_batch_size."""
+    ppo_micro_batch_size_per_gpu: Responses | None = Field(None, ge=1)
+    """Responses in one backward pass on one rank; null: dynamic batching by tokens."""
+    use_dynamic_bsz: bool | None = None
+    """Fill micro-batches up to ppo_max_token_len_per_gpu tokens instead of a fixed number of responses; null: true when
+    no micro-batch size is given."""
+    ppo_max_token_len_per_gpu: Tokens = Field(16384, ge=1)
+    """Most tokens (prompt and response) in one micro-batch on one rank, dynamic batching."""
+    gradient_accumulation: Annotated[int, Unit("micro-batches")] | None = Field(None, ge=1)
+    """Micro-batches in one optimizer step on one rank; derived, and when given it must agree."""
+    skip_zero_loss: bool = True
+    """No backward pass for rows that teach nothing: all advantages 0 (a group with equal rewards), without entropy
+    bonus and KL loss. Their metrics are computed all the same."""
+    auto_micro_batch: bool = False
+    """When memory runs out, halve the micro-batches of actor, critic and reference for the rest of the run and start
+    the pass over; false: stop and say what did not fit."""
+    ppo_epochs: Annotated[int, Unit("passes over a batch")] = Field(1, ge=1)
+    """Passes over each batch of experience."""
     shuffle: bool = Field(False, description="Draw mini-batches in a seeded random order instead of as generated.")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="Optimizer and schedule.")
     grad_clip: Number = Field(1.0, gt=0, description="Largest gradient norm of one optimizer step.")
-    clip_ratio: Number = Field(
-        0.2, gt=0, le=1, description="Clip range of the probability ratio on both sides, unless low or high is given."
-    )
-    clip_ratio_low: Number | None = Field(
-        None, gt=0, le=1, description="Clip range below: the ratio's lower bound is 1 - this; null: clip_ratio."
-    )
-    clip_ratio_high: Number | None = Field(
-        None, gt=0, description="Clip range above: the ratio's upper bound is 1 + this; null: clip_ratio."
-    )
-    clip_ratio_c: Number = Field(
-        3.0, gt=1, description="Dual clip: bound of the loss at negative advantages, as a multiple of the advantage."
-    )
-    clip_ratio_schedule: ClipScheduleConfig = Field(
-        default_factory=ClipScheduleConfig, description="How the clip range moves over the run."
-    )
+    clip_ratio: Number = Field(0.2, gt=0, le=1)
+    """Clip range of the probability ratio on both sides, unless low or high is given."""
+    clip_ratio_low: Number | None = Field(None, gt=0, le=1)
+    """Clip range below: the ratio's lower bound is 1 - this; null: clip_ratio."""
+    clip_ratio_high: Number | None = Field(None, gt=0)
+    """Clip range above: the ratio's upper bound is 1 + this; null: clip_ratio."""
+    clip_ratio_c: Number = Field(3.0, gt=1)
+    """Dual clip: bound of the loss at negative advantages, as a multiple of the advantage."""
+    clip_ratio_schedule: ClipScheduleConfig = Field(default_factory=ClipScheduleConfig)
+    """How the clip range moves over the run."""
     tau_pos: Number = Field(1.0, gt=0, description="sapo: temperature of the gate at positive advantages.")
     tau_neg: Number = Field(1.05, gt=0, description="sapo: temperature of the gate at other advantages.")
     entropy_coeff: Number = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss.")
-    entropy_coeff_schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="How that weight moves; adaptive: target is actor/entropy, in nats."
-    )
+    entropy_coeff_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """How that weight moves; adaptive: target is actor/entropy, in nats."""
     use_kl_loss: bool = Field(False, description="Add a KL term against the reference model to the loss.")
     kl_loss_coef: Number = Field(0.001, ge=0, description="Weight of that KL term.")
-    kl_loss_coef_schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="How that weight moves; adaptive: target is actor/kl_loss, in nats."
-    )
-    kl_loss_type: KlType = Field(
-        "low_var_kl",
-        description="Estimator of that KL term: kl|k1, abs, mse|k2, low_var_kl|k3, or full (over the vocabulary); a "
-        "trailing + takes the value from this estimator and the gradient from k2 (straight-through).",
-    )
+    kl_loss_coef_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """How that weight moves; adaptive: target is actor/kl_loss, in nats."""
+    kl_loss_type: KlType = "low_var_kl"
+    """Estimator of that KL term: kl|k1, abs, mse|k2, low_var_kl|k3, or full (over the vocabulary); a trailing + takes
+    the value from this estimator and the gradient from k2 (straight-through)."""
     loss_agg_mode: LossAggMode = Field("token-mean", description="How token losses become one number.")
-    loss_scale_factor: Annotated[float, Unit("tokens")] | None = Field(
-        None,
-        gt=0,
-        description="Fixed divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length.",
-    )
+    loss_scale_factor: Annotated[float, Unit("tokens")] | None = Field(None, gt=0)
+    """Fixed divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length."""
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="Which policy loss.")
-    prefix_sharing: Literal["auto", "on", "off"] = Field(
-        "auto", description="Compute a group's prompt once per micro-batch; auto: when it saves work."
-    )
+    prefix_sharing: Literal["auto", "on", "off"] = "auto"
+    """Compute a group's prompt once per micro-batch; auto: when it saves work."""
     recompute_old_log_probs: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Pass that recomputes old log-probs with the trainer; auto: only where the engine's are not exact.",
-        json_schema_extra=acts("process: old log-probs"),
+        "auto", json_schema_extra=acts("process: old log-probs")
     )
+    """Pass that recomputes old log-probs with the trainer; auto: only where the engine's are not exact."""
 
     @field_validator("strategy", mode="before")
     @classmethod
@@ -219,17 +174,13 @@ class RefConfig(Section):
 
     acts_in: ClassVar[str] = "process: log-probs of the reference"
 
-    log_prob_use_dynamic_bsz: bool | None = Field(
-        None,
-        description="Fill forward passes up to log_prob_max_token_len_per_gpu tokens instead of a fixed number of "
-        "responses; null: as whichever of the two is given, else as the actor.",
-    )
-    log_prob_micro_batch_size_per_gpu: Responses | None = Field(
-        None, ge=1, description="Responses in one forward pass on one rank; null: the actor's."
-    )
-    log_prob_max_token_len_per_gpu: Tokens | None = Field(
-        None, ge=1, description="Most tokens in one forward pass on one rank; null: the actor's."
-    )
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Fill forward passes up to log_prob_max_token_len_per_gpu tokens instead of a fixed number of responses; null: as
+    whichever of the two is given, else as the actor."""
+    log_prob_micro_batch_size_per_gpu: Responses | None = Field(None, ge=1)
+    """Responses in one forward pass on one rank; null: the actor's."""
+    log_prob_max_token_len_per_gpu: Tokens | None = Field(None, ge=1)
+    """Most tokens in one forward pass on one rank; null: the actor's."""
 
 
 class CriticModelConfig(Section):
@@ -247,26 +198,19 @@ class CriticConfig(Section):
 
     optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig, description="Optimizer and schedule.")
     model: CriticModelConfig = Field(default_factory=CriticModelConfig, description="Where the critic starts.")
-    ppo_mini_batch_size: Prompts | None = Field(
-        None, ge=1, description="Prompts in one optimizer step of the critic; null: the actor's."
-    )
-    ppo_micro_batch_size_per_gpu: Responses | None = Field(
-        None, ge=1, description="Responses in one backward pass on one rank; null: the actor's."
-    )
-    use_dynamic_bsz: bool | None = Field(
-        None, description="As the actor's; null: false when the critic has a micro-batch size, else the actor's."
-    )
-    ppo_max_token_len_per_gpu: Tokens = Field(
-        32768, ge=1, description="Most tokens in one micro-batch on one rank, dynamic batching."
-    )
-    ppo_epochs: Annotated[int, Unit("passes over a batch")] | None = Field(
-        None, ge=1, description="Passes over each batch; null: the actor's."
-    )
-    cliprange_value: Number | None = Field(
-        0.5, gt=0, description="How far a value may move from its old one before clipping; null: no clipping."
-    )
-    huber_delta: Number | None = Field(
-        None, gt=0, description="Error above which the value loss grows linearly (Huber); null: squared everywhere."
-    )
+    ppo_mini_batch_size: Prompts | None = Field(None, ge=1)
+    """Prompts in one optimizer step of the critic; null: the actor's."""
+    ppo_micro_batch_size_per_gpu: Responses | None = Field(None, ge=1)
+    """Responses in one backward pass on one rank; null: the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """As the actor's; null: false when the critic has a micro-batch size, else the actor's."""
+    ppo_max_token_len_per_gpu: Tokens = Field(32768, ge=1)
+    """Most tokens in one micro-batch on one rank, dynamic batching."""
+    ppo_epochs: Annotated[int, Unit("passes over a batch")] | None = Field(None, ge=1)
+    """Passes over each batch; null: the actor's."""
+    cliprange_value: Number | None = Field(0.5, gt=0)
+    """How far a value may move from its old one before clipping; null: no clipping."""
+    huber_delta: Number | None = Field(None, gt=0)
+    """Error above which the value loss grows linearly (Huber); null: squared everywhere."""
     grad_clip: Number = Field(1.0, gt=0, description="Largest gradient norm of one optimizer step.")
     loss_agg_mode: LossAggMode = Field("token-mean", description="How token losses become one number.")

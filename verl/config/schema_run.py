@@ -49,27 +49,20 @@ class ValSamplingConfig(Section):
     top_p: Share = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass; 1: all.")
     top_k: TopK = Field(-1, description="Keep so many of the likeliest tokens; -1 (or 0, or null): all; 1: greedy.")
     n: Responses = Field(1, ge=1, description="Responses for each validation prompt.")
-    min_p: Share = Field(
-        0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest; 0: all."
-    )
-    repetition_penalty: Number = Field(
-        1.0, gt=0, description="Above 1: tokens that prompt or response have become less likely (CTRL); 1: off."
-    )
-    presence_penalty: Number = Field(
-        0.0, ge=-2, le=2, description="Taken from the logits of tokens that the response has; 0: off."
-    )
-    frequency_penalty: Number = Field(
-        0.0, ge=-2, le=2, description="Taken from a token's logit as often as the response has it; 0: off."
-    )
-    logit_bias: dict[TokenId, Number] = Field(
-        default_factory=dict, description="Added to the logits, by token id, such as {11: -5}."
-    )
-    min_new_tokens: Tokens = Field(
-        0, ge=0, description="Responses do not end before so many tokens, by end token, stop id or stop text."
-    )
-    do_sample: bool | None = Field(
-        None, description="false: greedy whatever the temperature; null: sample when the temperature is above 0."
-    )
+    min_p: Share = Field(0.0, ge=0, le=1)
+    """Keep tokens at least this share as likely as the likeliest; 0: all."""
+    repetition_penalty: Number = Field(1.0, gt=0)
+    """Above 1: tokens that prompt or response have become less likely (CTRL); 1: off."""
+    presence_penalty: Number = Field(0.0, ge=-2, le=2)
+    """Taken from the logits of tokens that the response has; 0: off."""
+    frequency_penalty: Number = Field(0.0, ge=-2, le=2)
+    """Taken from a token's logit as often as the response has it; 0: off."""
+    logit_bias: dict[TokenId, Number] = Field(default_factory=dict)
+    """Added to the logits, by token id, such as {11: -5}."""
+    min_new_tokens: Tokens = Field(0, ge=0)
+    """Responses do not end before so many tokens, by end token, stop id or stop text."""
+    do_sample: bool | None = None
+    """false: greedy whatever the temperature; null: sample when the temperature is above 0."""
 
     _no_negative_bias = field_validator("logit_bias")(no_negative_id)
 
@@ -84,24 +77,16 @@ class ResponseLengthConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the longest response of a training step"
 
-    mode: Literal["fixed", "adaptive"] = Field(
-        "fixed",
-        description="fixed: data.max_response_length; adaptive: a little more than most recent responses needed.",
-    )
-    quantile: Share = Field(
-        0.95, gt=0, le=1, description="The cap is the length that this share of recent responses do not exceed, ..."
-    )
+    mode: Literal["fixed", "adaptive"] = "fixed"
+    """fixed: data.max_response_length; adaptive: a little more than most recent responses needed."""
+    quantile: Share = Field(0.95, gt=0, le=1)
+    """The cap is the length that this share of recent responses do not exceed, ..."""
     margin: Number = Field(1.2, ge=1, description="... times this factor.")
     window: Steps = Field(4, ge=1, description="Training steps whose responses are recent.")
-    min: Tokens | None = Field(
-        None, ge=1, description="The cap is never lower; null: an eighth of data.max_response_length."
-    )
-    max_cut_share: Share = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="Where a greater share of a step's responses was cut, the cap opens to data.max_response_length.",
-    )
+    min: Tokens | None = Field(None, ge=1)
+    """The cap is never lower; null: an eighth of data.max_response_length."""
+    max_cut_share: Share = Field(0.1, ge=0, le=1)
+    """Where a greater share of a step's responses was cut, the cap opens to data.max_response_length."""
 
 
 class RolloutConfig(Section):
@@ -109,70 +94,43 @@ class RolloutConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the engine"
 
-    name: Literal["embedded"] = Field(
-        "embedded", description="Rollout engine; vllm, sglang, hf and trtllm of other scripts are read as embedded."
-    )
+    name: Literal["embedded"] = "embedded"
+    """Rollout engine; vllm, sglang, hf and trtllm of other scripts are read as embedded."""
     n: Responses = Field(1, ge=1, description="Responses for each training prompt: the size of a group.")
     temperature: Number = Field(1.0, ge=0, description="Training temperature; log-probs are of the tempered model.")
-    top_p: Share = Field(
-        1.0, gt=0, le=1, description="Must be 1 in training: less changes the distribution behind the trainer's back."
-    )
+    top_p: Share = Field(1.0, gt=0, le=1)
+    """Must be 1 in training: less changes the distribution behind the trainer's back."""
     top_k: TopK = Field(-1, description="Must be off (-1, 0 or null) in training, for the same reason.")
-    max_num_seqs: Annotated[int, Unit("sequences")] = Field(
-        64, ge=1, description="Most sequences that the engine decodes at once."
-    )
-    max_num_batched_tokens: Tokens = Field(
-        8192, ge=1, description="Most tokens that the engine feeds the model at once; longer prompts go in chunks."
-    )
-    kv_cache_gb: Annotated[float, Unit("GiB")] | None = Field(
-        None,
-        gt=0,
-        description="Memory of the keys and values of running responses; null: enough for max_num_seqs of the longest "
-        "kind, but no more than half of what is free. Where it is full, the youngest response waits and is computed "
-        "again.",
-    )
-    partial: bool = Field(
-        True,
-        description="trainer.mode=async: responses under way when weights change go on under the new ones; false: a "
-        "worker takes new weights when those that it has begun are finished.",
-    )
-    worker_timeout: Seconds = Field(
-        300.0,
-        gt=0,
-        description="Rollout workers of their own: seconds of silence after which one counts as hanging, is ended and "
-        "replaced.",
-    )
-    response_timeout: Seconds | None = Field(
-        None,
-        gt=0,
-        description="Rollout workers of their own: seconds after which a response that was asked for is given up, "
-        "whatever became of its workers; it is counted and trains nothing. null: no limit.",
-    )
-    min_workers: Annotated[int, Unit("workers")] | None = Field(
-        None,
-        ge=1,
-        description="Rollout workers of their own: never fewer than this; null: as many as at the start, "
-        "unless verl scale asks for others.",
-    )
-    max_workers: Annotated[int, Unit("workers")] | None = Field(
-        None,
-        ge=1,
-        description="Rollout workers of their own: never more than this; null: as many as at the start, "
-        "unless verl scale asks for others.",
-    )
-    enable_prefix_caching: bool = Field(
-        False,
-        description="Keep the keys and values of prompts for later prompts with the same beginning, until the weights "
-        "change. Responses to one prompt share it anyway.",
-    )
+    max_num_seqs: Annotated[int, Unit("sequences")] = Field(64, ge=1)
+    """Most sequences that the engine decodes at once."""
+    max_num_batched_tokens: Tokens = Field(8192, ge=1)
+    """Most tokens that the engine feeds the model at once; longer prompts go in chunks."""
+    kv_cache_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
+    """Memory of the keys and values of running responses; null: enough for max_num_seqs of the longest kind, but no
+    more than half of what is free. Where it is full, the youngest response waits and is computed again."""
+    partial: bool = True
+    """trainer.mode=async: responses under way when weights change go on under the new ones; false: a worker takes new
+    weights when those that it has begun are finished."""
+    worker_timeout: Seconds = Field(300.0, gt=0)
+    """Rollout workers of their own: seconds of silence after which one counts as hanging, is ended and replaced."""
+    response_timeout: Seconds | None = Field(None, gt=0)
+    """Rollout workers of their own: seconds after which a response that was asked for is given up, whatever became of
+    its workers; it is counted and trains nothing. null: no limit."""
+    min_workers: Annotated[int, Unit("workers")] | None = Field(None, ge=1)
+    """Rollout workers of their own: never fewer than this; null: as many as at the start, unless verl scale asks for
+    others."""
+    max_workers: Annotated[int, Unit("workers")] | None = Field(None, ge=1)
+    """Rollout workers of their own: never more than this; null: as many as at the start, unless verl scale asks for
+    others."""
+    enable_prefix_caching: bool = False
+    """Keep the keys and values of prompts for later prompts with the same beginning, until the weights change.
+    Responses to one prompt share it anyway."""
     stop: StringList = Field(default_factory=list, description="Texts after which a response ends.")
-    stop_token_ids: list[TokenId] = Field(
-        default_factory=list, description="Token ids that end a response, beside the model's own end tokens."
-    )
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    """Token ids that end a response, beside the model's own end tokens."""
     ignore_eos: bool = Field(False, description="Go on after the model's end token, up to max_response_length.")
-    response_length: ResponseLengthConfig = Field(
-        default_factory=ResponseLengthConfig, description="How long training responses may become."
-    )
+    response_length: ResponseLengthConfig = Field(default_factory=ResponseLengthConfig)
+    """How long training responses may become."""
     val_kwargs: ValSamplingConfig = Field(default_factory=ValSamplingConfig, description="Sampling in validation.")
 
     @field_validator("stop")
@@ -190,16 +148,13 @@ class KlControlConfig(Section):
 
     acts_in: ClassVar[str] = "process: the KL penalty in the reward"
 
-    type: Literal["fixed", "adaptive", "linear", "cosine"] = Field(
-        "fixed",
-        description="fixed: always kl_coef; adaptive: steered so that the KL stays near target_kl; linear, cosine: "
-        "from kl_coef to kl_coef_end after the last step.",
-    )
+    type: Literal["fixed", "adaptive", "linear", "cosine"] = "fixed"
+    """fixed: always kl_coef; adaptive: steered so that the KL stays near target_kl; linear, cosine: from kl_coef to
+    kl_coef_end after the last step."""
     kl_coef: Number = Field(0.001, ge=0, description="The coefficient, or where a moving one starts.")
     kl_coef_end: Number = Field(0.0, ge=0, description="Where linear and cosine courses end.")
-    target_kl: Annotated[float, Unit("nats")] = Field(
-        0.1, gt=0, description="KL per response that the adaptive coefficient aims at, in nats."
-    )
+    target_kl: Annotated[float, Unit("nats")] = Field(0.1, gt=0)
+    """KL per response that the adaptive coefficient aims at, in nats."""
     horizon: Responses = Field(10000, ge=1, description="Responses over which the adaptive coefficient reacts.")
 
 
@@ -219,17 +174,10 @@ class FilterGroupsConfig(Section):
     acts_in: ClassVar[str] = "rollout: which groups are kept"
 
     enable: bool = Field(False, description="Whether to filter.")
-    metric: str = Field(
-        "score",
-        min_length=1,
-        description="What must differ within a group: score (or seq_reward), or a key of the reward function's dict, "
-        "such as acc.",
-    )
-    max_num_gen_batches: Annotated[int, Unit("batches")] = Field(
-        0,
-        ge=0,
-        description="Batches of prompts sampled at most for one training step, after which the run stops; 0: no limit.",
-    )
+    metric: str = Field("score", min_length=1)
+    """What must differ within a group: score (or seq_reward), or a key of the reward function's dict, such as acc."""
+    max_num_gen_batches: Annotated[int, Unit("batches")] = Field(0, ge=0)
+    """Batches of prompts sampled at most for one training step, after which the run stops; 0: no limit."""
 
     @field_validator("metric", mode="before")
     @classmethod
@@ -256,52 +204,33 @@ class AlgorithmConfig(Section):
         "gpg",
         "gdpo",
         "maxrl",
-    ] = Field("gae", description="Advantage estimator; gae: PPO's, with a critic. All: docs/algorithms.md.")
-    custom_estimator: CustomEstimatorConfig = Field(
-        default_factory=CustomEstimatorConfig, description="Your own estimator instead of adv_estimator."
-    )
+    ] = "gae"
+    """Advantage estimator; gae: PPO's, with a critic. All: docs/algorithms.md."""
+    custom_estimator: CustomEstimatorConfig = Field(default_factory=CustomEstimatorConfig)
+    """Your own estimator instead of adv_estimator."""
     gamma: Number = Field(1.0, ge=0, le=1, description="Discount from one token to the next.")
     lam: Number = Field(1.0, ge=0, le=1, description="GAE's lambda: 1 trusts returns only, 0 the critic only.")
-    whiten_advantages: bool = Field(
-        True, description="gae: shift and scale the batch's advantages to mean 0 and deviation 1."
-    )
-    bootstrap_truncated: bool = Field(
-        False,
-        description="gae: a response cut at its limit goes on with the critic's value of its end; "
-        "false: it counts as finished.",
-    )
-    mask_truncated: bool = Field(
-        False,
-        description="Overlong filtering: responses cut at their limit count in their group, and train nothing.",
-        json_schema_extra=acts("update: actor and critic"),
-    )
-    use_kl_in_reward: bool = Field(
-        False,
-        description="Subtract the KL against the reference from token rewards.",
-        json_schema_extra=acts("process: the KL penalty in the reward"),
-    )
-    kl_penalty: KlType = Field(
-        "kl",
-        description="Estimator of that KL; names as actor.kl_loss_type.",
-        json_schema_extra=acts("process: the KL penalty in the reward"),
-    )
+    whiten_advantages: bool = True
+    """gae: shift and scale the batch's advantages to mean 0 and deviation 1."""
+    bootstrap_truncated: bool = False
+    """gae: a response cut at its limit goes on with the critic's value of its end; false: it counts as finished."""
+    mask_truncated: bool = Field(False, json_schema_extra=acts("update: actor and critic"))
+    """Overlong filtering: responses cut at their limit count in their group, and train nothing."""
+    use_kl_in_reward: bool = Field(False, json_schema_extra=acts("process: the KL penalty in the reward"))
+    """Subtract the KL against the reference from token rewards."""
+    kl_penalty: KlType = Field("kl", json_schema_extra=acts("process: the KL penalty in the reward"))
+    """Estimator of that KL; names as actor.kl_loss_type."""
     kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig, description="Its coefficient.")
-    rollout_correction: RolloutCorrectionConfig = Field(
-        default_factory=RolloutCorrectionConfig, description="Weights for what the engine and the trainer differ in."
-    )
-    norm_adv_by_std_in_grpo: bool = Field(
-        True, description="grpo, grpo_passk: divide by the group's deviation; false: Dr.GRPO's advantages."
-    )
-    gdpo_reward_keys: StringList = Field(
-        default_factory=list,
-        description="gdpo: keys of the reward function's dict that are normalised apart; score is the score itself.",
-    )
-    gdpo_reward_weights: list[Number] | None = Field(
-        None, description="gdpo: weight of each of them, in their order; null: 1 each."
-    )
-    filter_groups: FilterGroupsConfig = Field(
-        default_factory=FilterGroupsConfig, description="DAPO's dynamic sampling: only groups with spread are trained."
-    )
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    """Weights for what the engine and the trainer differ in."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo, grpo_passk: divide by the group's deviation; false: Dr.GRPO's advantages."""
+    gdpo_reward_keys: StringList = Field(default_factory=list)
+    """gdpo: keys of the reward function's dict that are normalised apart; score is the score itself."""
+    gdpo_reward_weights: list[Number] | None = None
+    """gdpo: weight of each of them, in their order; null: 1 each."""
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    """DAPO's dynamic sampling: only groups with spread are trained."""
 
     @property
     def estimator(self) -> str:
@@ -329,116 +258,65 @@ class TrainerConfig(Section):
 
     acts_in: ClassVar[str] = "the training loop"
 
-    mode: Literal["sync", "one_step_off", "async"] = Field(
-        "sync",
-        description="sync: rollout, process and update take turns; one_step_off: the next step's responses are sampled "
-        "while this step trains; async: sampling never stops, and no response older than max_staleness trains.",
-    )
-    max_staleness: Annotated[int, Unit("weight versions")] = Field(
-        1, ge=0, description="async: most updates between a response's oldest token and its training; 0: as sync."
-    )
-    staleness_unit: Literal["sample", "token"] = Field(
-        "sample",
-        description="async: sample: a response with a token over max_staleness is dropped, and its prompt sampled "
-        "again with the others of its group; token: only such tokens are masked.",
-    )
-    logger: StringList = Field(
-        default_factory=lambda: ["console"],
-        description="Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, "
-        "trackio; the last four need their package: pip install 'verl[wandb]'.",
-        json_schema_extra=acts("tracking"),
-    )
-    project_name: str = Field(
-        "verl",
-        min_length=1,
-        description="Name of the project, in the run's config.yaml and report and at tracking services.",
-        json_schema_extra=acts("tracking"),
-    )
-    experiment_name: str = Field(
-        "run",
-        min_length=1,
-        description="Name of the run, and of its folder under runs/.",
-        json_schema_extra=acts("start: the run folder"),
-    )
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: rollout, process and update take turns; one_step_off: the next step's responses are sampled while this step
+    trains; async: sampling never stops, and no response older than max_staleness trains."""
+    max_staleness: Annotated[int, Unit("weight versions")] = Field(1, ge=0)
+    """async: most updates between a response's oldest token and its training; 0: as sync."""
+    staleness_unit: Literal["sample", "token"] = "sample"
+    """async: sample: a response with a token over max_staleness is dropped, and its prompt sampled again with the
+    others of its group; token: only such tokens are masked."""
+    logger: StringList = Field(default_factory=lambda: ["console"], json_schema_extra=acts("tracking"))
+    """Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, trackio; the last
+    four need their package: pip install 'verl[wandb]'."""
+    project_name: str = Field("verl", min_length=1, json_schema_extra=acts("tracking"))
+    """Name of the project, in the run's config.yaml and report and at tracking services."""
+    experiment_name: str = Field("run", min_length=1, json_schema_extra=acts("start: the run folder"))
+    """Name of the run, and of its folder under runs/."""
     total_epochs: Passes = Field(1, ge=1, description="Passes over the training prompts.")
-    total_training_steps: Steps | None = Field(
-        None, ge=1, description="Training steps, whatever total_epochs says; null: total_epochs decides."
-    )
-    nnodes: Annotated[int, Unit("machines")] = Field(
-        1, ge=1, description="Machines that train.", json_schema_extra=acts("start: the workers")
-    )
+    total_training_steps: Steps | None = Field(None, ge=1)
+    """Training steps, whatever total_epochs says; null: total_epochs decides."""
+    nnodes: Annotated[int, Unit("machines")] = Field(1, ge=1, json_schema_extra=acts("start: the workers"))
+    """Machines that train."""
     n_gpus_per_node: Annotated[int, Unit("GPUs")] | Literal["auto"] = Field(
-        "auto",
-        description="GPUs used on each machine, 0 included; auto: those that it has.",
-        json_schema_extra=acts("start: the workers"),
+        "auto", json_schema_extra=acts("start: the workers")
     )
-    save_freq: Every = Field(
-        -1, description="Training steps between checkpoints; -1: none.", json_schema_extra=acts("checkpoints")
-    )
-    test_freq: Every = Field(
-        -1, description="Training steps between validations; -1: none.", json_schema_extra=acts("validation")
-    )
-    val_before_train: bool = Field(
-        True, description="Validate once before the first step.", json_schema_extra=acts("validation")
-    )
-    balance_batch: bool = Field(
-        True,
-        description="Spread rows over ranks by their tokens; false: in order, the same number on each rank.",
-        json_schema_extra=acts("update and process: the rows of each rank"),
-    )
-    critic_warmup: Steps = Field(
-        0,
-        ge=0,
-        description="First training steps in which only the critic learns.",
-        json_schema_extra=acts("update: the actor"),
-    )
+    """GPUs used on each machine, 0 included; auto: those that it has."""
+    save_freq: Every = Field(-1, json_schema_extra=acts("checkpoints"))
+    """Training steps between checkpoints; -1: none."""
+    test_freq: Every = Field(-1, json_schema_extra=acts("validation"))
+    """Training steps between validations; -1: none."""
+    val_before_train: bool = Field(True, json_schema_extra=acts("validation"))
+    """Validate once before the first step."""
+    balance_batch: bool = Field(True, json_schema_extra=acts("update and process: the rows of each rank"))
+    """Spread rows over ranks by their tokens; false: in order, the same number on each rank."""
+    critic_warmup: Steps = Field(0, ge=0, json_schema_extra=acts("update: the actor"))
+    """First training steps in which only the critic learns."""
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
-        "auto",
-        description="auto: go on from the run folder's latest checkpoint, if any; disable: start anew; "
-        "resume_path: from resume_from_path.",
-        json_schema_extra=acts("start: the checkpoint to go on from"),
+        "auto", json_schema_extra=acts("start: the checkpoint to go on from")
     )
-    max_restarts: Annotated[int, Unit("restarts")] = Field(
-        1,
-        ge=0,
-        description="When a process of actor, critic, reference or reward dies, the run goes on from its last "
-        "checkpoint by itself, at most so many times within one command.",
-        json_schema_extra=acts("after a worker's death"),
-    )
-    resume_from_path: str | None = Field(
-        None,
-        description="Checkpoint folder for resume_mode=resume_path.",
-        json_schema_extra=acts("start: the checkpoint to go on from"),
-    )
-    default_local_dir: str | None = Field(
-        None,
-        min_length=1,
-        description="The run folder itself; null: runs/<experiment_name>.",
-        json_schema_extra=acts("start: the run folder"),
-    )
-    log_val_generations: Responses = Field(
-        3, ge=0, description="Sampled responses shown at each validation.", json_schema_extra=acts("validation")
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto",
-        description="Where models compute; auto: GPUs if the machine has any.",
-        json_schema_extra=acts("start: the workers"),
-    )
+    """auto: go on from the run folder's latest checkpoint, if any; disable: start anew; resume_path: from
+    resume_from_path."""
+    max_restarts: Annotated[int, Unit("restarts")] = Field(1, ge=0, json_schema_extra=acts("after a worker's death"))
+    """When a process of actor, critic, reference or reward dies, the run goes on from its last checkpoint by itself, at
+    most so many times within one command."""
+    resume_from_path: str | None = Field(None, json_schema_extra=acts("start: the checkpoint to go on from"))
+    """Checkpoint folder for resume_mode=resume_path."""
+    default_local_dir: str | None = Field(None, min_length=1, json_schema_extra=acts("start: the run folder"))
+    """The run folder itself; null: runs/<experiment_name>."""
+    log_val_generations: Responses = Field(3, ge=0, json_schema_extra=acts("validation"))
+    """Sampled responses shown at each validation."""
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=acts("start: the workers"))
+    """Where models compute; auto: GPUs if the machine has any."""
     seed: Seed = Field(
-        1,
-        ge=0,
-        lt=2**63,
-        description="Seed of everything random in the run.",
-        json_schema_extra=acts("everything random: data order, sampling, initial values"),
+        1, ge=0, lt=2**63, json_schema_extra=acts("everything random: data order, sampling, initial values")
     )
-    keep_last: Annotated[int, Unit("checkpoints")] | None = Field(
-        2, ge=1, description="Checkpoints kept, newest first; null: all.", json_schema_extra=acts("checkpoints")
-    )
-    dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = Field(
-        -1,
-        description="Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or "
-        "every so many; -1: none.",
-    )
+    """Seed of everything random in the run."""
+    keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, json_schema_extra=acts("checkpoints"))
+    """Checkpoints kept, newest first; null: all."""
+    dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = -1
+    """Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or every so many; -1:
+    none."""
     alarms: AlarmsConfig = Field(default_factory=AlarmsConfig, description="What to look out for while training.")
 
     @property

@@ -17,9 +17,8 @@ class LengthNormalizationConfig(Section):
     acts_in: ClassVar[str] = SHAPING
 
     alpha: Number = Field(0.0, ge=0, description="The power: score / length^alpha; 0: off, 1: score per token.")
-    positive_only: bool = Field(
-        False, description="Divide scores above 0 only; false favours long wrong answers where those score below 0."
-    )
+    positive_only: bool = False
+    """Divide scores above 0 only; false favours long wrong answers where those score below 0."""
 
 
 class OverlongBufferConfig(Section):
@@ -28,12 +27,9 @@ class OverlongBufferConfig(Section):
     acts_in: ClassVar[str] = SHAPING
 
     enable: bool = Field(False, description="Whether to penalise.")
-    len: Tokens | None = Field(
-        None,
-        ge=0,
-        description="The penalty grows over the last so many tokens before max_resp_len, from 0 to its full; null: a "
-        "fifth of max_resp_len.",
-    )
+    len: Tokens | None = Field(None, ge=0)
+    """The penalty grows over the last so many tokens before max_resp_len, from 0 to its full; null: a fifth of
+    max_resp_len."""
     penalty_factor: Number = Field(1.0, ge=0, description="The full penalty, at max_resp_len tokens and beyond.")
     max_resp_len: Tokens | None = Field(None, ge=1, description="Where it is full; null: data.max_response_length.")
 

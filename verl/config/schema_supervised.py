@@ -23,47 +23,27 @@ class SupervisedDataConfig(Section):
 
     acts_in: ClassVar[str] = _READING
 
-    train_files: StringList = Field(
-        description="Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list."
-    )
-    val_files: StringList = Field(
-        default_factory=list, description="Held-out files, as train_files; empty: no validation takes place."
-    )
-    train_batch_size: Examples = Field(
-        256, ge=1, description="Examples in one optimizer step.", json_schema_extra=acts("the loader of examples")
-    )
-    max_length: Tokens = Field(
-        1024, ge=1, description="Longest example in tokens, prompt and response together; longer ones: truncation."
-    )
-    truncation: Literal["error", "left", "right", "drop"] = Field(
-        "error",
-        description="An example longer than max_length stops the run (error), loses tokens on that side, or is left "
-        "out and counted (drop).",
-    )
-    max_token_len_per_gpu: Tokens = Field(
-        16384,
-        ge=1,
-        description="Most tokens of one micro-batch; decides memory and speed, never the result.",
-        json_schema_extra=acts("update: packing"),
-    )
-    shuffle: bool = Field(
-        True,
-        description="Draw examples in a seeded random order, new in every epoch.",
-        json_schema_extra=acts("the loader of examples"),
-    )
-    chat_template_kwargs: FreeDict = Field(
-        default_factory=dict, description="Passed on to the tokenizer's chat template."
-    )
-    max_samples: Examples | None = Field(
-        None, ge=1, description="Use only so many training rows, the first ones; null: all."
-    )
-    max_skipped_fraction: Share = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Share of the rows that may be left out as unusable (listed in skipped.jsonl) before the run "
-        "stops.",
-    )
+    train_files: StringList
+    """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list."""
+    val_files: StringList = Field(default_factory=list)
+    """Held-out files, as train_files; empty: no validation takes place."""
+    train_batch_size: Examples = Field(256, ge=1, json_schema_extra=acts("the loader of examples"))
+    """Examples in one optimizer step."""
+    max_length: Tokens = Field(1024, ge=1)
+    """Longest example in tokens, prompt and response together; longer ones: truncation."""
+    truncation: Literal["error", "left", "right", "drop"] = "error"
+    """An example longer than max_length stops the run (error), loses tokens on that side, or is left out and counted
+    (drop)."""
+    max_token_len_per_gpu: Tokens = Field(16384, ge=1, json_schema_extra=acts("update: packing"))
+    """Most tokens of one micro-batch; decides memory and speed, never the result."""
+    shuffle: bool = Field(True, json_schema_extra=acts("the loader of examples"))
+    """Draw examples in a seeded random order, new in every epoch."""
+    chat_template_kwargs: FreeDict = Field(default_factory=dict)
+    """Passed on to the tokenizer's chat template."""
+    max_samples: Examples | None = Field(None, ge=1)
+    """Use only so many training rows, the first ones; null: all."""
+    max_skipped_fraction: Share = Field(0.01, ge=0, le=1)
+    """Share of the rows that may be left out as unusable (listed in skipped.jsonl) before the run stops."""
 
     _some_files = field_validator("train_files")(check_some_files)
 
@@ -71,38 +51,28 @@ class SupervisedDataConfig(Section):
 class SftDataConfig(SupervisedDataConfig):
     """Conversations to imitate: a column of messages, or a prompt and its response."""
 
-    messages_key: str | None = Field(
-        None,
-        description="Column with whole conversations (lists of messages); the assistant's turns are trained. null: "
-        "messages or conversation, where the files have it.",
-    )
-    prompt_key: str | None = Field(
-        None,
-        description="Column with the prompt (text or messages). null: the first of prompt, question, instruction, "
-        "input, query, problem that the files have.",
-    )
-    response_key: str | None = Field(
-        None,
-        description="Column with the response (text, or messages). null: the first of response, completion, answer, "
-        "output, solution that the files have.",
-    )
+    messages_key: str | None = None
+    """Column with whole conversations (lists of messages); the assistant's turns are trained. null: messages or
+    conversation, where the files have it."""
+    prompt_key: str | None = None
+    """Column with the prompt (text or messages). null: the first of prompt, question, instruction, input, query,
+    problem that the files have."""
+    response_key: str | None = None
+    """Column with the response (text, or messages). null: the first of response, completion, answer, output, solution
+    that the files have."""
 
 
 class PairDataConfig(SupervisedDataConfig):
     """Preference pairs: the better and the worse answer to one prompt."""
 
-    chosen_key: str = Field(
-        "chosen", min_length=1, description="Column with the better answer: text, or a list of messages."
-    )
+    chosen_key: str = Field("chosen", min_length=1)
+    """Column with the better answer: text, or a list of messages."""
     rejected_key: str = Field("rejected", min_length=1, description="Column with the worse answer, as chosen_key.")
-    prompt_key: str | None = Field(
-        None,
-        description="Column with the prompt (text or messages) that both answer. null: prompt or question, where the "
-        "files have it; else chosen and rejected are whole conversations.",
-    )
-    margin_key: str | None = Field(
-        None, description="Column with the least difference of the two scores, a number; null: 0 for every pair."
-    )
+    prompt_key: str | None = None
+    """Column with the prompt (text or messages) that both answer. null: prompt or question, where the files have it;
+    else chosen and rejected are whole conversations."""
+    margin_key: str | None = None
+    """Column with the least difference of the two scores, a number; null: 0 for every pair."""
 
 
 class SupervisedOptimConfig(OptimConfig):
