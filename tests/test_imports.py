@@ -55,6 +55,10 @@ def test_config_imports_in_under_300_ms() -> None:
     assert min(float(run(code)) for _ in range(3)) < 0.3
 
 
+def test_watching_a_run_needs_none_of_the_heavy_libraries() -> None:
+    assert not loaded_after("import verl.tracking.watch, verl.diagnostics.doctor") & set(HEAVY)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
 def test_help_is_cheap(arguments: list[str]) -> None:
     code = (

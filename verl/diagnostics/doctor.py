@@ -10,7 +10,6 @@ from verl.config.schema_supervised import schema_of
 from verl.diagnostics import checks_collapse, checks_data, checks_health, checks_machine, checks_reward, checks_update
 from verl.diagnostics.checks_machine import Machine
 from verl.diagnostics.evidence import SEVERITIES, Evidence, Finding
-from verl.diagnostics.reward_trial import try_known_answers
 from verl.errors import VerlError
 from verl.run_dir import EventRecord, RunDir, read_jsonl
 from verl.tracking.report_config import read_config
@@ -91,6 +90,7 @@ def of_config(config: Config) -> Evidence:
     """
     from verl.data.dataset import PromptDataset
     from verl.data.inspection import inspect_files
+    from verl.diagnostics.reward_trial import try_known_answers
     from verl.models.loading import load_tokenizer
 
     data, model = config.data, config.model

@@ -14,6 +14,7 @@ import re
 import secrets
 import string
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -30,7 +31,7 @@ SHOWN = 8  # validation samples handed on
 COLUMNS = ("prompt", "response", "ground_truth", "score")
 
 
-class Service:
+class Service(ABC):
     """A tracker of a service: opens its run when training begins, hands on finite figures and validation samples.
 
     Steps that failed are sent again, in order, with the next one. The run's name at the service is kept in the run's
@@ -97,19 +98,18 @@ class Service:
 
     # --- what a service is
 
+    @abstractmethod
     def open(self, module: Any, config: dict[str, Any], name: str | None) -> str:
         """Begin a run, or go on with the one called ``name``; its name for the next time."""
-        raise NotImplementedError
 
-    def put(self, step: int, metrics: dict[str, float]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def put(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def put_samples(self, step: int, rows: list[list[Any]]) -> None:
+    def put_samples(self, step: int, rows: list[list[Any]]) -> None:  # noqa: B027 - not every service takes them
         """``COLUMNS`` of a few validation samples; by default they stay in the run's folder alone."""
-        return None
 
-    def finish(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def finish(self) -> None: ...
 
 
 class Wandb(Service):
