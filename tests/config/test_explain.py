@@ -72,7 +72,7 @@ def test_other_spellings() -> None:
             assert canonical(name) == key or GLOBAL_MICRO_BATCH[canonical(name)] == key
             assert f"\n{key}\n" in explain(name)
     said = {name for key in [*leaves(), *sections()] for name in spellings(key)}
-    ours = [old for old, new in [*ALIASES.items(), *PREFIXES] if new in leaves() or new in sections()]
+    ours = [old for old, new in (ALIASES | PREFIXES).items() if new in leaves() or new in sections()]
     assert said >= {*ours, *GLOBAL_MICRO_BATCH}
     assert explain("+ppo_mini_batch_size=3").startswith("ppo_mini_batch_size is another spelling of actor.ppo_mini")
     assert "divided by the number" in explain("actor_rollout_ref.actor.ppo_micro_batch_size")

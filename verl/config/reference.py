@@ -100,7 +100,7 @@ def _meaning(fact: Facts, usual: str) -> str:
 
 def _other_spellings() -> str:
     names: dict[str, list[str]] = {}
-    for old, new in [*PREFIXES, *ALIASES.items(), *GLOBAL_MICRO_BATCH.items()]:
+    for old, new in (PREFIXES | ALIASES | GLOBAL_MICRO_BATCH).items():
         names.setdefault(new, []).append(old)
     rows = ((_code(key), ", ".join(map(_code, also))) for key, also in names.items())
     return "\n".join(
