@@ -172,12 +172,17 @@ def test_truncate_cuts_metrics_samples_and_temporary_files(tmp_path: Path) -> No
         run.samples(step).write_text("{}\n")
     (run.samples_dir / ".step_000008.jsonl.123-0.tmp").touch()
     (run.path / ".report.html.123-4.tmp").touch()
+    run.dump(8).parent.mkdir()
+    (run.dump(8).parent / f".{run.dump(8).name}.partial-0a1b2c3d").touch()
     run.log_event("worker_died", step=8)
     events = run.events.read_text()
     run.truncate_after(5)
+    run.clean_temporary()
     assert run.metrics.read_text() == "\n".join(map(line, range(6))) + "\n"
     assert run.sample_steps() == [0, 1, 2, 3, 4, 5]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "events.log", "metrics.jsonl", "samples"]
+    assert not list(run.dump(8).parent.iterdir())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoints", "dumps", "events.log", "metrics.jsonl", "samples"]
     assert len(list(run.samples_dir.iterdir())) == 6
     assert run.events.read_text() == events
     run.truncate_after(-1)

@@ -136,12 +136,14 @@ def verl(*arguments: str, log: Path, seconds: float = 120.0) -> Done:
 
 class WarmVerl:
     """``verl ...`` in forks of one interpreter that has imported everything: a process of its own for each command,
-    without the seconds that the imports take. For commands that end before anything is computed."""
+    without the seconds that the imports take. For commands without Ray."""
 
     SERVER = """
 import json, os, sys, traceback
 import verl.checkpoint.export, verl.cli, verl.cluster.worker
 import verl.rollout.offline, verl.tracking.report, verl.trainer.run
+sys.path.append("tests")
+import dying
 
 for line in sys.stdin:
     job = json.loads(line)
@@ -150,6 +152,8 @@ for line in sys.stdin:
         os.setsid()
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        if job["moment"]:
+            dying.arm(**job["moment"])
         try:
             code = verl.cli.main(job["arguments"])
         except SystemExit as stop:
@@ -165,17 +169,22 @@ for line in sys.stdin:
 """
 
     def __init__(self) -> None:
-        settings = _command((), uuid.uuid4().hex) | {"args": [sys.executable, "-c", self.SERVER]}
+        self._mark = uuid.uuid4().hex
+        settings = _command((), self._mark) | {"args": [sys.executable, "-c", self.SERVER]}
         settings["stdin"] = subprocess.PIPE
         self._server = subprocess.Popen(**settings, stdout=subprocess.PIPE)
 
-    def __call__(self, *arguments: str, log: Path) -> Done:
+    def __call__(self, *arguments: str, log: Path, moment: dict[str, Any] | None = None) -> Done:
+        """``moment``: when it kills itself with SIGKILL, see :func:`dying.arm`."""
         files = {"out": str(log.with_suffix(".out")), "err": str(log.with_suffix(".err"))}
         assert self._server.stdin and self._server.stdout
-        self._server.stdin.write(json.dumps({"arguments": arguments, **files}) + "\n")
+        self._server.stdin.write(json.dumps({"arguments": arguments, "moment": moment, **files}) + "\n")
         self._server.stdin.flush()
         pid, code = json.loads(self._server.stdout.readline())
-        assert living(pid, "\0no mark\0") == {}
+        deadline = time.monotonic() + (30 if code == -signal.SIGKILL else 0)
+        while left := living(pid, self._mark).keys() - {self._server.pid}:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
         return Done(code, Path(files["out"]).read_text(), Path(files["err"]).read_text())
 
     def close(self) -> None:

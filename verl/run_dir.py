@@ -27,7 +27,7 @@ from verl.errors import VerlError
 logger = logging.getLogger(__name__)
 
 _STEP_NAME = re.compile(r"step_(\d+)")
-_TEMPORARY = re.compile(r"\..+\.\d+-\d+\.tmp")
+_TEMPORARY = re.compile(r"\..+\.\d+-\d+\.tmp|\..+\.partial-[0-9a-f]+")
 _temporary_number = itertools.count()
 
 
@@ -324,8 +324,8 @@ class RunDir:
     def truncate_after(self, step: int) -> None:
         """Cuts metrics and samples back to ``step`` (included), as if the run had been stopped right after it.
 
-        Torn lines and temporary files of a killed writer go too; ``-1`` clears both. Events stay: they tell what
-        happened, also to the steps that are done again. Call it with the lock held.
+        Torn lines go too; ``-1`` clears both. Events stay: they tell what happened, also to the steps that are done
+        again. Call it with the lock held.
         """
         for file in (self.metrics, self.timeline):
             self._truncate_lines(file, step)
@@ -333,11 +333,13 @@ class RunDir:
             match = _STEP_NAME.fullmatch(path.stem)
             if match and int(match.group(1)) > step:
                 path.unlink()
-        for folder in (self.path, self.samples_dir):
-            if folder.is_dir():
-                for path in list(folder.iterdir()):
-                    if _TEMPORARY.fullmatch(path.name):
-                        path.unlink(missing_ok=True)
+
+    def clean_temporary(self) -> None:
+        """Removes the temporary files of a killed writer. Call it with the lock held."""
+        for folder in (self.path, self.samples_dir, self.path / "dumps"):
+            for path in folder.glob(".*"):
+                if _TEMPORARY.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _truncate_lines(self, file: Path, step: int) -> None:
         if not file.exists():

@@ -114,6 +114,8 @@ def take_up(
     Args:
         again: within the same command, from its own last checkpoint, whatever ``trainer.resume_mode`` says.
     """
+    run_dir.clean_temporary()
+    store.clean_partial()  # which may bring back a checkpoint
     latest = store.latest() if again else None
     checkpoint = store.open(latest) if latest is not None else find_checkpoint(config, store, run_dir)
     if checkpoint is not None and checkpoint.step >= total_steps:
@@ -123,7 +125,6 @@ def take_up(
         check_same_start(checkpoint, config)
     start = checkpoint.step if checkpoint else 0
     run_dir.truncate_after(start if checkpoint else -1)
-    store.clean_partial()
     store.drop_newer_than(start)
     run_dir.wishes.unlink(missing_ok=True)
     write_atomic(run_dir.config, dump_yaml(config))
@@ -235,8 +236,10 @@ def say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int)
         f"or remove {run_dir.path}",
         soft_wrap=True,
     )
-    if not run_dir.report.exists():  # the run was killed between its last checkpoint and its report
-        write_report(run_dir)
+    # It may have been killed between its last checkpoint and its report.
+    if [event.kind for event in run_dir.read_events()[-1:]] != ["finished"]:
+        run_dir.log_event("finished", "run", f"step {step}", step)
+    write_report(run_dir)
 
 
 @contextmanager
