@@ -230,6 +230,8 @@ OTHER = {
     "trainer.device": ("cpu",),
     "trainer.seed": ("2",),
     "trainer.keep_last": ("null",),
+    "trainer.keep_best.metric": ("val-core/gsm8k/acc/mean@1",),
+    "trainer.keep_best.mode": ("min",),
     "trainer.max_restarts": ("3",),
     "trainer.dump_steps": ("[2, 4]",),
     "trainer.alarms.action": ("pause",),

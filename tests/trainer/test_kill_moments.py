@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from verl_process import GRPO, PPO, WarmVerl, assert_same_run, reached, train, verl, verl_started
 
+from verl.checkpoint.store import CheckpointStore
 from verl.run_dir import RunDir
 
 STEPS = 4
@@ -27,6 +28,8 @@ SETTINGS = (
     "actor.ppo_mini_batch_size=2",
     "data.val_max_samples=2",
     "trainer.keep_last=1",
+    "trainer.keep_best.metric=critic/score/mean",
+    "trainer.keep_best.mode=min",
 )
 
 # Where a run is when it dies, and how long after that at the most, in seconds.
@@ -83,6 +86,8 @@ def drill(warm: WarmVerl, mode: str, folder: Path, names: list[str], seed: int) 
 def assert_undisturbed(whole: Path, run: Path, said: list[str]) -> None:
     try:
         assert_same_run(whole, run, STEPS)
+        best = [CheckpointStore(r / "checkpoints", None, "critic/score/mean", "min").best() for r in (whole, run)]
+        assert best[0] and best[1] and best[0].name == best[1].name
         samples = [[file.read_text() for file in sorted(RunDir(r).samples_dir.iterdir())] for r in (whole, run)]
         assert samples[0] == samples[1]
         assert f'"val_last_step": {STEPS}' in RunDir(run).report.read_text()

@@ -124,8 +124,8 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
         assert (rates, skipped) == ([0.0015] * 3 + [0.003] * 2, [1.0] * 2 + [0.0] * 3)
     save = supervised.SupervisedLoop.save
 
-    def save_and_die(loop: supervised.SupervisedLoop) -> None:
-        save(loop)
+    def save_and_die(loop: supervised.SupervisedLoop, *metrics: Any) -> None:
+        save(loop, *metrics)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +40,7 @@ from verl.checkpoint.manifest import (
     safe_name,
     write_manifest,
 )
+from verl.config.names import did_you_mean
 from verl.errors import CheckpointError
 from verl.protocol import codec
 from verl.protocol.codec import Tree
@@ -56,6 +58,7 @@ from verl.protocol.files import (
 _STEP = re.compile(r"step_([0-9]+)")
 _REPLACED = re.compile(r"\.(step_[0-9]+)\.replaced" + re.escape(PARTIAL) + r"[0-9a-f]+")
 _PARTIAL_STEP = re.compile(r"\.step_[0-9]+" + re.escape(PARTIAL) + r"[0-9a-f]+")
+_METRICS = "metrics"
 _log = logging.getLogger(__name__)
 
 
@@ -161,8 +164,11 @@ class PendingCheckpoint:
             with atomic_write(path) as file:
                 file.write(codec.to_json_bytes(value, indent=1))
 
-    def commit(self, meta: dict[str, Any] | None = None) -> Checkpoint:
+    def commit(self, meta: dict[str, Any] | None = None, metrics: Mapping[str, float] | None = None) -> Checkpoint:
         """Make it complete: sync every file, write the manifest, rename into place, prune older ones.
+
+        Args:
+            metrics: of the step; the one that the best checkpoint is told by is noted.
 
         Raises:
             CheckpointError: it could not be made complete; it is removed and the earlier ones are as before.
@@ -170,7 +176,8 @@ class PendingCheckpoint:
         self._require_open()
         with self._abort_on_error(self.path):
             files = self._collect()
-            write_manifest(self.path, Manifest(self.step, dict(meta or {}), files))
+            noted = self.store._noted(self.step, metrics or {})
+            write_manifest(self.path, Manifest(self.step, (meta or {}) | noted, files))
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync(Path(folder))
             final = self.store._put_in_place(self)
@@ -235,12 +242,18 @@ class CheckpointStore:
         root: the folder; made when the first checkpoint begins.
         keep_last: how many of the newest to keep, at least 1; None keeps all. The one that was just
             saved is always kept. Directories that are not complete checkpoints are never removed.
+        best_by: metric by which one more is kept, the best; None: none is.
+        best_is: "max" or "min".
     """
 
-    def __init__(self, root: str | Path, keep_last: int | None = None) -> None:
+    def __init__(
+        self, root: str | Path, keep_last: int | None = None, best_by: str | None = None, best_is: str = "max"
+    ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointError("keep_last must be at least 1, or None to keep all", keep_last)
         self.root, self.keep_last = Path(root), keep_last
+        self._best_by, self._choose = best_by, {"max": max, "min": min}[best_is]
+        self._missed = False
 
     def begin(self, step: int) -> PendingCheckpoint:
         """Start the checkpoint of a step. Raises CheckpointError when the folder cannot be written."""
@@ -263,6 +276,15 @@ class CheckpointStore:
         """
         complete = self._complete()
         return complete[max(complete)] if complete else None
+
+    def best(self) -> Path | None:
+        """The complete checkpoint whose step had the best value of ``best_by``, the earliest of equals; or None."""
+        values: dict[Path, float] = {}
+        for _, path in sorted(self._complete().items()):
+            value = (Checkpoint(path, checksums=False).meta.get(_METRICS) or {}).get(self._best_by)
+            if isinstance(value, int | float):
+                values[path] = value
+        return self._choose(values, key=values.__getitem__) if values else None
 
     def open(self, which: int | str | Path, checksums: bool = True) -> Checkpoint:
         """A checkpoint by step or path; sizes are verified now, checksums as files are asked for.
@@ -316,6 +338,19 @@ class CheckpointStore:
                         found[step] = path
         return found
 
+    def _noted(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """For the manifest: the metric that the best is told by. Where the step should have it and has not, that is
+        told once."""
+        name = self._best_by
+        if name is None or math.isfinite(metrics.get(name, math.nan)):
+            return {} if name is None else {_METRICS: {name: float(metrics[name])}}
+        validated = any(other.startswith("val") for other in metrics)
+        if name not in metrics and (validated or not name.startswith("val")) and not self._missed:
+            self._missed = True
+            near = did_you_mean(name, list(metrics))
+            _log.warning("trainer.keep_best: step %d has no metric %s. %s(told once)", step, name, near)
+        return {}
+
     def _put_in_place(self, pending: PendingCheckpoint) -> Path:
         """The commit point: one rename, synced. Raises OSError."""
         final = self.root / step_name(pending.step)
@@ -338,9 +373,9 @@ class CheckpointStore:
         if self.keep_last is None:
             return
         try:
-            complete = self._complete()
+            complete, best = self._complete(), self.best()
             for step in sorted(complete)[: -self.keep_last]:
-                if complete[step] != keep:
+                if complete[step] not in (keep, best):
                     self._remove(complete[step])
         except (OSError, CheckpointError) as error:  # the new one is safe: not a reason to stop the run
             _log.warning("cannot remove old checkpoints in %s: %s", self.root, error)

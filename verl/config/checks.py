@@ -273,6 +273,7 @@ def _trainer_notices(config: Config) -> Iterator[str]:
         yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} is set aside: trainer.device=cpu uses no GPU"
     if trainer.test_freq > 0 and not config.data.val_files:
         yield f"trainer.test_freq={trainer.test_freq} has no effect: data.val_files is empty"
+    yield from trainer.checkpoint_notices(bool(config.data.val_files))
     if trainer.critic_warmup and not config.uses_critic:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} has no effect: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 from os.path import expandvars
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -253,6 +254,18 @@ class AlgorithmConfig(Section):
         return self.custom_estimator.path is None and self.adv_estimator == estimator
 
 
+class KeepBestConfig(Section):
+    """One checkpoint that is kept beside the newest: the best so far by a metric of its own step."""
+
+    acts_in: ClassVar[str] = "checkpoints"
+
+    metric: str | None = Field(None, min_length=1)
+    """Name of the metric, such as val-core/gsm8k/acc/mean@1; of equals the earlier one stays, and a step without it is
+    no candidate; null: none is kept."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best."""
+
+
 class TrainerConfig(Section):
     """The run: its length, rhythm, machines, folder and name."""
 
@@ -314,6 +327,7 @@ class TrainerConfig(Section):
     """Seed of everything random in the run."""
     keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, json_schema_extra=acts("checkpoints"))
     """Checkpoints kept, newest first; null: all."""
+    keep_best: KeepBestConfig = Field(default_factory=KeepBestConfig, description="The best checkpoint, kept as well.")
     dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = -1
     """Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or every so many; -1:
     none."""
@@ -338,6 +352,22 @@ class TrainerConfig(Section):
                 "trainer.experiment_name names the run's folder under runs/, so it must be a plain folder name",
                 name,
                 "leave out slashes, or set trainer.default_local_dir to the folder you want",
+            )
+
+    def checkpoint_notices(self, validates: bool) -> Iterator[str]:
+        """What ``keep_best`` cannot do. ``validates``: there are held-out data."""
+        metric, test, save = self.keep_best.metric, self.test_freq, self.save_freq
+        if metric is None:
+            return
+        if save <= 0:
+            yield f"trainer.keep_best has no effect: trainer.save_freq={save}"
+        elif metric.startswith("val") and not validates:
+            yield f"trainer.keep_best has no effect: data.val_files is empty, so there is no {metric}"
+        elif metric.startswith("val") and (test <= 0 or (test % save and save % test)):
+            rare = f"every {lcm(test, save)} steps" if test > 0 else "once, at the end"
+            yield (
+                f"trainer.keep_best: a step has both a checkpoint (trainer.save_freq={save}) and {metric} "
+                f"(trainer.test_freq={test}) only {rare}"
             )
 
     @field_validator("n_gpus_per_node")

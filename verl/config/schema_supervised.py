@@ -134,9 +134,10 @@ class SupervisedConfig(Section):
 
     def notices(self) -> list[str]:
         """One sentence for every setting that is accepted but has no effect."""
+        found = list(self.trainer.checkpoint_notices(bool(self.data.val_files)))
         if self.trainer.test_freq > 0 and not self.data.val_files:
-            return [f"trainer.test_freq={self.trainer.test_freq} has no effect: data.val_files is empty"]
-        return []
+            found.append(f"trainer.test_freq={self.trainer.test_freq} has no effect: data.val_files is empty")
+        return found
 
 
 class SftConfig(SupervisedConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -95,21 +96,22 @@ class TrainingLoop:
             costs = cost_metrics(batch, timings, roles.memory_gb() | own_memory(), roles.rollout.apart)
             before, engines = engines, roles.rollout.stats()
             sampling = roles.rollout.metrics() | engines.metrics(before)
-            self.tracker.log(state.step, numbers | costs | timings | sampling | progress | measured)
+            numbers |= costs | timings | sampling | progress | measured
+            self.tracker.log(state.step, numbers)
             # After the step is written down: a run killed in between does it again, and no step loses its line. The
             # seconds are logged with the next step.
             if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
-                self.save()
+                self.save(numbers)
             if measured:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
             if not last:
-                alarms.heed(state.step, numbers, self.save)
+                alarms.heed(state.step, numbers, partial(self.save, numbers))
 
-    def save(self) -> None:
+    def save(self, metrics: Mapping[str, float]) -> None:
         """Write this step's checkpoint, unless it is there already."""
         if self.state.step not in self.store.steps():
             with self.timer("save_checkpoint"):
-                self.state.save(self.store, self.roles, self.config, self.source.state_dict())
+                self.state.save(self.store, self.roles, self.config, self.source.state_dict(), metrics)
 
     def dump(self, batch: DataProto) -> None:
         """Keep the batch of the step to come where ``trainer.dump_steps`` wants it."""

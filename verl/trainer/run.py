@@ -99,6 +99,11 @@ def train(config: Config, console: Console, reward: Callable[..., Any] | None = 
         _train(config, placed, console, reward)
 
 
+def store_of(config: Config | SupervisedConfig, run_dir: RunDir) -> CheckpointStore:
+    trainer = config.trainer
+    return CheckpointStore(run_dir.checkpoints, trainer.keep_last, trainer.keep_best.metric, trainer.keep_best.mode)
+
+
 def take_up(
     config: Config | SupervisedConfig,
     run_dir: RunDir,
@@ -138,7 +143,7 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
     config.total_training_steps(inputs.loader.sampler.size)  # or the data are too few: before there is a folder
     run_dir = RunDir(config.run_dir)
     with run_dir.create().lock():
-        store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
+        store = store_of(config, run_dir)
         restarts = 0
         while True:
             try:

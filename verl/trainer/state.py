@@ -86,11 +86,19 @@ class TrainerState:
             if schedule.metric is not None and schedule.metric in numbers:
                 schedule.update(numbers[schedule.metric], samples)
 
-    def save(self, store: CheckpointStore, roles: Roles, config: Config, source: dict[str, Any]) -> None:
+    def save(
+        self,
+        store: CheckpointStore,
+        roles: Roles,
+        config: Config,
+        source: dict[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Write ``checkpoints/step_…`` with models, optimizers and this state: complete, or not there at all.
 
         Args:
             source: what is sampled ahead.
+            metrics: of the step.
         """
         with store.begin(self.step) as pending:
             roles.save(str(pending.path.absolute()))  # a worker may stand in another folder
@@ -104,7 +112,7 @@ class TrainerState:
                 "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
             }
             pending.write_state(STATE_NAME, tree)
-            pending.commit({"model": config.model.path, "reward_model": config.reward.model.path})
+            pending.commit({"model": config.model.path, "reward_model": config.reward.model.path}, metrics)
 
     def restore(self, checkpoint: Checkpoint, roles: Roles, mode: str | None = None) -> dict[str, Any]:
         """Go on where the checkpoint was; parts that were not invented when it was written start fresh.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -38,7 +39,7 @@ from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import due, own_memory
-from verl.trainer.run import stop_noted, take_up, write_skipped
+from verl.trainer.run import stop_noted, store_of, take_up, write_skipped
 from verl.trainer.run_models import opened, pinned
 from verl.trainer.state import STATE_NAME, learnt_nothing
 from verl.trainer.timer import StepTimer
@@ -88,11 +89,12 @@ class SupervisedLoop:
             numbers = reduce_metrics(metrics | _sizes(batch)) | _speed(batch, timings)
             self.held += learnt_nothing(numbers, "train")
             progress = {"training/global_step": self.step, "training/epoch": self.loader.epoch}
-            self.tracker.log(self.step, numbers | timings | progress | measured)
+            numbers |= timings | progress | measured
+            self.tracker.log(self.step, numbers)
             # After the step is written down, as in RL training: no step loses its line.
             if trainer.save_freq > 0 and (last or due(self.step, trainer.save_freq)):
                 with timer("save_checkpoint"):
-                    self.save()
+                    self.save(numbers)
             if measured:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), self.step)
 
@@ -105,7 +107,7 @@ class SupervisedLoop:
                 found.append(self.model.evaluate(batch))
         return reduce_metrics(merge_all(found))
 
-    def save(self) -> None:
+    def save(self, metrics: Mapping[str, float]) -> None:
         """Write ``checkpoints/step_…``: complete, or not there at all."""
         config = self.config
         with self.store.begin(self.step) as pending:
@@ -117,7 +119,7 @@ class SupervisedLoop:
                 self.hf_model.config.save_pretrained(pending.path / FOLDER / "hf")
             state = {"step": self.step, "held": self.held, "loader": self.loader.state_dict()}
             pending.write_state(STATE_NAME, state)
-            pending.commit({"model": self.start_model})
+            pending.commit({"model": self.start_model}, metrics)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where the checkpoint was."""
@@ -166,7 +168,7 @@ def _train(config: SupervisedConfig, placed: SupervisedConfig, console: Console)
     total_steps = config.trainer.total_training_steps or loader.steps_per_epoch * config.trainer.total_epochs
     run_dir = RunDir(config.run_dir)
     with run_dir.create().lock():
-        store = CheckpointStore(run_dir.checkpoints, config.trainer.keep_last)
+        store = store_of(config, run_dir)
         finished, checkpoint = take_up(config, run_dir, store, total_steps, console)
         if finished:
             return
