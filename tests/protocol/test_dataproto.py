@@ -25,7 +25,7 @@ from verl.protocol import (
     union_tensor_dict,
     unpad_dataproto,
 )
-from verl.protocol.container import AUTO_PADDING_KEY
+from verl.protocol.rows import AUTO_PADDING_KEY
 
 
 def rows(count: int, **meta: object) -> DataProto:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from verl.algorithms.aggregation import Denominators, aggregate_loss, loss_metric
 from verl.algorithms.kl import check_kl_loss, kl_estimate
 from verl.algorithms.loss_inputs import LossInputs, LossResult, PolicyLoss
 from verl.algorithms.metric import mean_metric
-
-if TYPE_CHECKING:
-    from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig
 
 
 def actor_loss(

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.masking import at_least_float32, require_same_shape, row_blocks, select, zero_outside
 from verl.algorithms.metric import Metric
-
-if TYPE_CHECKING:
-    from verl.config.schema_run import AlgorithmConfig
+from verl.config.schema_run import AlgorithmConfig
 
 # Scores of a group that differ by less than this share of their size differ by rounding only: float32 sums of token
 # rewards carry about 1e-7 of noise, which a division by the std would blow up to advantages of size 1.

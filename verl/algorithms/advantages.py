@@ -14,7 +14,6 @@ on the controller over the whole batch, so every statistic is global. What every
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 from verl.algorithms.advantage_inputs import (
     AdvantageInputs,
@@ -36,11 +35,9 @@ from verl.algorithms.group_advantages import (
 )
 from verl.algorithms.masking import select
 from verl.algorithms.token_advantages import gae, reinforce_plus_plus, remax
+from verl.config.schema_run import AlgorithmConfig
 from verl.errors import ConfigError, VerlError
 from verl.user_code import describe, load_user_function
-
-if TYPE_CHECKING:
-    from verl.config.schema_run import AlgorithmConfig
 
 __all__ = [
     "ESTIMATORS",

@@ -7,17 +7,13 @@ random choices are decided by the draws of slot and position: no split, order or
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.loss_inputs import LossInputs, LossResult, clipped_surrogate, finished
 from verl.algorithms.masking import masked_mean
-
-if TYPE_CHECKING:
-    from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig
 
 CHOSEN = "chosen"  # of the statistics: (B, R) bool
 

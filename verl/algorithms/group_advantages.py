@@ -7,15 +7,11 @@ the one that whitens over tokens, `reinforce_plus_plus_baseline`). Returns are t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from verl.algorithms.advantage_inputs import AdvantageInputs, Advantages, group_statistics, spread_over_tokens
-
-if TYPE_CHECKING:
-    from verl.config.schema_run import AlgorithmConfig
+from verl.config.schema_run import AlgorithmConfig
 
 
 def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import Denominators, aggregate_loss, loss_metric
 from verl.algorithms.masking import require_same_shape, select
 from verl.algorithms.metric import Metric, mean_metric
-
-if TYPE_CHECKING:
-    from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig
 
 LOG_RATIO_LIMIT = 20.0
 

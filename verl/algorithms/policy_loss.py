@@ -11,7 +11,6 @@ a function like these in a Python file, named by ``actor.policy_loss.path`` and 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,12 +30,10 @@ from verl.algorithms.loss_inputs import (
 from verl.algorithms.masking import select
 from verl.algorithms.metric import mean_metric
 from verl.algorithms.sequence_losses import geo_mean, gspo
+from verl.config.schema_losses import PolicyLossConfig
+from verl.config.schema_roles import ActorConfig
 from verl.errors import ConfigError
 from verl.user_code import load_user_function
-
-if TYPE_CHECKING:
-    from verl.config.schema_losses import PolicyLossConfig
-    from verl.config.schema_roles import ActorConfig
 
 
 def vanilla(inputs: LossInputs, config: ActorConfig, denominators: Denominators) -> LossResult:

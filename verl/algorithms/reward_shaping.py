@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.masking import Moments
 from verl.algorithms.metric import Metric, mean_metric
-
-if TYPE_CHECKING:
-    from verl.config import Config
-    from verl.config.schema_data import RewardConfig
+from verl.config import Config
+from verl.config.schema_data import RewardConfig
 
 
 def length_factors(scores: Tensor, lengths: Tensor, alpha: float, positive_only: bool) -> Tensor:

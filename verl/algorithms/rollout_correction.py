@@ -21,17 +21,13 @@ NaN weight, never a rejected token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from verl.algorithms.loss_inputs import guarded
 from verl.algorithms.masking import masked_mean, masked_sum, select
 from verl.algorithms.metric import Metric, effective_sample_size_metrics, mean_metric, spread_metrics
-
-if TYPE_CHECKING:
-    from verl.config.schema_losses import RolloutCorrectionConfig
+from verl.config.schema_losses import RolloutCorrectionConfig
 
 
 @torch.no_grad()

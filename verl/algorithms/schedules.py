@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from verl.config.schema_losses import ScheduleConfig
+from verl.config.schema_roles import ActorConfig, OptimConfig
+from verl.config.schema_run import KlControlConfig
 from verl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl.config.schema_losses import ScheduleConfig
-    from verl.config.schema_roles import ActorConfig, OptimConfig
-    from verl.config.schema_run import KlControlConfig
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:

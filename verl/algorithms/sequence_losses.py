@@ -6,16 +6,12 @@ response a finite ratio, and no gradient of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.loss_inputs import LossInputs, LossResult, finished
 from verl.algorithms.masking import masked_mean
-
-if TYPE_CHECKING:
-    from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig
 
 SEQUENCE_MODE = "seq-mean-token-mean"
 

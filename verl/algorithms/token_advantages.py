@@ -7,7 +7,6 @@ All three need sums over the later trained tokens of a row, discounted by the nu
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,9 +21,7 @@ from verl.algorithms.masking import (
     row_blocks,
     zero_outside,
 )
-
-if TYPE_CHECKING:
-    from verl.config.schema_run import AlgorithmConfig
+from verl.config.schema_run import AlgorithmConfig
 
 _CHUNK = 64  # tokens summed by one matrix product
 _CHUNK_DECAY = 1e-15  # least decay within a chunk: far from float32's smallest numbers

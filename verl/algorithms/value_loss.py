@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,9 +10,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import Denominators, aggregate_loss, loss_metric
 from verl.algorithms.masking import require_same_shape, select
 from verl.algorithms.metric import Metric, explained_variance_metrics, mean_metric
-
-if TYPE_CHECKING:
-    from verl.config.schema_roles import CriticConfig
+from verl.config.schema_roles import CriticConfig
 
 
 @dataclass(frozen=True)

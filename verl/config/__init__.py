@@ -6,44 +6,20 @@ from verl.config.load import LoadedConfig, build_config, dump_yaml, load_config,
 from verl.config.names import did_you_mean, nearest
 from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema import Config
-from verl.config.schema_cluster import ClusterConfig
-from verl.config.schema_data import CustomRewardConfig, DataConfig, ModelConfig, RewardConfig
-from verl.config.schema_roles import (
-    ActorConfig,
-    CriticConfig,
-    CriticModelConfig,
-    CriticOptimConfig,
-    OptimConfig,
-    PolicyLossConfig,
-    RefConfig,
-)
-from verl.config.schema_run import (
-    AlgorithmConfig,
-    KlControlConfig,
-    RolloutConfig,
-    TrainerConfig,
-    ValSamplingConfig,
-)
+from verl.config.schema_data import DataConfig, RewardConfig
+from verl.config.schema_roles import ActorConfig, CriticConfig, OptimConfig
+from verl.config.schema_run import RolloutConfig
 from verl.config.schema_sandbox import SandboxConfig
 from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, SupervisedConfig
 
 __all__ = [
     "ActorConfig",
-    "AlgorithmConfig",
     "BatchPlan",
-    "ClusterConfig",
     "Config",
     "CriticConfig",
-    "CriticModelConfig",
-    "CriticOptimConfig",
-    "CustomRewardConfig",
     "DataConfig",
-    "KlControlConfig",
     "LoadedConfig",
-    "ModelConfig",
     "OptimConfig",
-    "PolicyLossConfig",
-    "RefConfig",
     "RewardConfig",
     "RewardModelTrainingConfig",
     "RolloutConfig",
@@ -51,8 +27,6 @@ __all__ = [
     "SandboxConfig",
     "SftConfig",
     "SupervisedConfig",
-    "TrainerConfig",
-    "ValSamplingConfig",
     "build_config",
     "did_you_mean",
     "dump_yaml",

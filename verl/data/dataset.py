@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from verl.config import DataConfig
 from verl.data.cache import data_cache
 from verl.data.prepare import CHUNK, Prepared, digest, kinds_of
 from verl.data.rows import BadRow, PromptRow
@@ -21,8 +22,6 @@ from verl.protocol import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl.config import DataConfig
 
 SHOWN_ROWS = 5
 IDS_IN_MEMORY = 2**26  # bytes of token ids; more of them go to an unnamed file that is mapped

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from verl.config.names import did_you_mean
+from verl.config.schema_supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
 from verl.data.conversations import Conversation, Renderer, UnusableError
 from verl.data.dataset import SHOWN_ROWS, TokenRows, TokenStore
 from verl.data.files import expand_files
@@ -29,8 +30,6 @@ from verl.protocol import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl.config.schema_supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
 
 MESSAGES = ("messages", "conversation", "conversations")
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "problem")

@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config import DataConfig
 from verl.data.rendering import cut, render
 from verl.data.rows import BadRow, PromptRow
 from verl.data.sources import RowSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedTokenizerBase
-
-    from verl.config import DataConfig
 
 CHUNK = 1024  # rows
 
@@ -95,7 +93,7 @@ def prepare(
         weight = weights[place]
         reason = refused.get(place) or (weight if isinstance(weight, str) else None)
         if reason:
-            bad.append(source.refuse(row, reason))
+            bad.append(row.refused(reason))
             continue
         if len(ids[place]) > limit:
             over.append(place)

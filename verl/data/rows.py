@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.config import DataConfig
 from verl.config.names import did_you_mean, nearest
 from verl.data.tables import RawRow
 from verl.errors import DataError
-
-if TYPE_CHECKING:
-    from verl.config import DataConfig
 
 Messages = list[dict[str, Any]]
 
@@ -42,6 +40,7 @@ class PromptRow:
         row_index: number of the row in the whole dataset (all files in order, before any filter).
         columns: the file's further columns, as they are.
         location: file and row, for messages.
+        file_row: number of the row in its file.
     """
 
     prompt: str | Messages
@@ -51,6 +50,12 @@ class PromptRow:
     row_index: int
     columns: dict[str, Any] = field(default_factory=dict)
     location: str = ""
+    file_row: int = 0
+
+    def refused(self, reason: str) -> BadRow:
+        """That it turned out to be of no use."""
+        file, _, where = self.location.rpartition(", ")
+        return BadRow(file, self.file_row, where, self.row_index, reason)
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,7 @@ def prompt_row(
         row_index=index,
         columns=others,
         location=str(record),
+        file_row=number,
     )
 
 

@@ -5,26 +5,27 @@ and have a state beside.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config import DataConfig
 from verl.config.names import did_you_mean
 from verl.errors import DataError
 from verl.user_code import describe, load_user_function
 
 if TYPE_CHECKING:
-    from verl.config import DataConfig
     from verl.data.dataset import PromptDataset
     from verl.protocol import DataProto
 
 
-class Sampler(Protocol):
-    """Gives places of rows in the dataset.
+class Sampler:
+    """Gives places of rows in the dataset; one that learns, or is elsewhere than the counters say, has a state beside.
 
     Attributes:
         size: rows of one epoch.
@@ -39,17 +40,17 @@ class Sampler(Protocol):
 
         Fewer than ``count`` (or none) where the epoch ends sooner than ``size`` says.
         """
-        ...
+        raise NotImplementedError
 
     def learn(self, batch: DataProto) -> None:
         """Told of every scored batch, in order."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learned or where it is, beside the counters; JSON values, arrays and tensors."""
-        ...
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over such a state."""
 
 
 def random_words(key: str, start: int, count: int) -> np.ndarray:
@@ -74,20 +75,7 @@ def epoch_order(size: int, seed: int | str, epoch: int) -> np.ndarray:
     return np.argsort(random_words(f"prompt order {seed} {epoch}", 0, size), kind="stable").astype(np.int64)
 
 
-class _Stateless:
-    settings: dict[str, Any]
-
-    def learn(self, batch: DataProto) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class EpochSampler(_Stateless):
+class EpochSampler(Sampler):
     """Every row once an epoch: in a new seeded order each time, or in the order of the files."""
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
@@ -96,14 +84,13 @@ class EpochSampler(_Stateless):
         self._order, self._epoch = np.arange(size, dtype=np.int64), -1
 
     def take(self, epoch: int, position: int, draw: int, count: int) -> list[int]:
-        """See :class:`Sampler`."""
         if self.shuffle and epoch != self._epoch:
             self._order, self._epoch = epoch_order(self.size, self.seed, epoch), epoch
         places: list[int] = self._order[position : position + count].tolist()
         return places
 
 
-class MixtureSampler(_Stateless):
+class MixtureSampler(Sampler):
     """Each draw picks a set of rows with the probability of its share, and takes the next row of that set; a set's own
     rows come in shuffled passes, each row once a pass. An epoch is as many draws as there are rows.
 
@@ -123,7 +110,6 @@ class MixtureSampler(_Stateless):
         self._laps: dict[int, tuple[int, np.ndarray]] = {}  # the pass that each set is in, and its order
 
     def take(self, epoch: int, position: int, draw: int, count: int) -> list[int]:
-        """See :class:`Sampler`."""
         if draw < self._draws:
             self._counted[:], self._draws = 0, 0
         while self._draws < draw:  # after a resume: count again what was drawn before
@@ -151,7 +137,7 @@ class MixtureSampler(_Stateless):
         return self._laps[number][1]
 
 
-class RowWeightSampler(_Stateless):
+class RowWeightSampler(Sampler):
     """Each draw is of its own: any row, with the probability of its weight among all.
 
     Args:
@@ -166,14 +152,13 @@ class RowWeightSampler(_Stateless):
         self.settings = {"seed": seed, "weights": hashlib.sha256(weights.tobytes()).hexdigest()[:16]}
 
     def take(self, epoch: int, position: int, draw: int, count: int) -> list[int]:
-        """See :class:`Sampler`."""
         count = min(count, self.size - position)
         places = np.searchsorted(self._bounds, uniforms(self._key, draw, count), side="right")
         found: list[int] = np.minimum(places, self._last).tolist()  # rounding may leave the last bound below 1
         return found
 
 
-class CurriculumSampler:
+class CurriculumSampler(Sampler):
     """Most often the rows that are solved about half the time; those always or never solved now and then.
 
     A row's success rate runs: after each of its groups it moves half of the way to the group's mean score (clipped to
@@ -191,7 +176,6 @@ class CurriculumSampler:
         self.settings = {"seed": seed, "curriculum": True}
 
     def take(self, epoch: int, position: int, draw: int, count: int) -> list[int]:
-        """See :class:`Sampler`."""
         count = min(count, self.size - position)
         weights = self.rates.astype(np.float64) * (1 - self.rates) + self.FLOOR
         # A stream of its own for every batch, named by its first draw.
@@ -214,18 +198,16 @@ class CurriculumSampler:
             self.rates[place] += 0.5 * (sum(scores) / len(scores) - self.rates[place])
 
     def state_dict(self) -> dict[str, Any]:
-        """The running success rates."""
         return {"rates": self.rates.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Rates of a checkpoint."""
         rates = np.array(state["rates"], np.float32)
         if rates.shape != self.rates.shape:
             raise DataError("The saved state of the curriculum is of other data.", rates.shape, "start anew")
         self.rates = rates
 
 
-class CustomSampler:
+class CustomSampler(Sampler):
     """A sampler class of the user's own (``data.sampler.class_path``), made with the keyword arguments ``data_source``
     (the dataset: ``len()``, ``rows``) and ``data_config``.
 
@@ -267,7 +249,6 @@ class CustomSampler:
         self._epoch, self._taken = -1, 0  # the epoch that the iterator is of, and the rows drawn from it
 
     def take(self, epoch: int, position: int, draw: int, count: int) -> list[int]:
-        """See :class:`Sampler`."""
         while self._epoch < epoch:
             # To its very end, where a generator may set itself up for the next epoch.
             self._next(self.size - self._taken + 1)
@@ -276,17 +257,13 @@ class CustomSampler:
         return self._next(min(count, self.size - position))
 
     def _start(self) -> None:
-        try:
+        with self._blamed():
             self._iterator = iter(self._own)
-        except Exception as error:
-            raise self._failed(error) from error
         self._epoch, self._taken = self._epoch + 1, 0
 
     def _next(self, count: int) -> list[int]:
-        try:
+        with self._blamed():
             found = [int(place) for place in itertools.islice(self._iterator, max(count, 0))]
-        except Exception as error:
-            raise self._failed(error) from error
         outside = [place for place in found if not 0 <= place < self._rows]
         if outside:
             fix = f"places are 0 to {self._rows - 1}"
@@ -294,28 +271,27 @@ class CustomSampler:
         self._taken += len(found)
         return found
 
-    def _failed(self, error: Exception) -> DataError:
-        return DataError(f"The sampler class {self._name} fails.", describe(error, self._file), "correct the class")
+    @contextlib.contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """What the class does inside fails by its name."""
+        try:
+            yield
+        except Exception as error:
+            reason = describe(error, self._file)
+            raise DataError(f"The sampler class {self._name} fails.", reason, "correct the class") from error
 
     def learn(self, batch: DataProto) -> None:
-        """Told of a scored batch, if it wants to be."""
         if hasattr(self._own, "update"):
-            try:
+            with self._blamed():
                 self._own.update(batch)
-            except Exception as error:
-                raise self._failed(error) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Its own state, if it has one, and where its iterator is."""
         return {"own": self._own.state_dict(), "epoch": self._epoch, "taken": self._taken} if self._saves else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give it its own state back, and go on inside the epoch."""
         if self._saves:
-            try:
+            with self._blamed():
                 self._own.load_state_dict(state["own"])
-            except Exception as error:
-                raise self._failed(error) from error
             if state["epoch"] >= 0:
                 self._epoch = int(state["epoch"]) - 1
                 self._start()

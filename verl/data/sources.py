@@ -6,8 +6,9 @@ import inspect
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
+from verl.config import DataConfig
 from verl.data.files import expand_entries
 from verl.data.rows import BadRow, PromptRow, check_columns, prompt_row
 from verl.data.tables import RawRow, open_tables
@@ -17,13 +18,11 @@ from verl.user_code import describe, load_user_function
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.config import DataConfig
-
 
 SHOWN_FILES = 5
 
 
-class RowSource(Protocol):
+class RowSource:
     """All rows of a dataset, numbered through, good and bad.
 
     Attributes:
@@ -34,18 +33,15 @@ class RowSource(Protocol):
     name: str
     entry_starts: list[int]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self.entry_starts[-1]
 
     def read(self, start: int, stop: int) -> list[PromptRow | BadRow]:
         """Rows ``start`` to ``stop`` (excluded)."""
-        ...
-
-    def refuse(self, row: PromptRow, reason: str) -> BadRow:
-        """A row that was read and turned out to be of no use."""
-        ...
+        raise NotImplementedError
 
 
-class FileRows:
+class FileRows(RowSource):
     """Rows of all files, in order; only what is asked for is in memory.
 
     Raises:
@@ -67,11 +63,7 @@ class FileRows:
         if not len(self):
             raise DataError(f"{key} holds no rows.", self.name, "give a file with at least one row")
 
-    def __len__(self) -> int:
-        return self._starts[-1]
-
     def read(self, start: int, stop: int) -> list[PromptRow | BadRow]:
-        """Rows ``start`` to ``stop`` (excluded)."""
         rows: list[PromptRow | BadRow] = []
         while start < min(stop, len(self)):
             number = bisect_right(self._starts, start) - 1
@@ -82,15 +74,8 @@ class FileRows:
             start = end
         return rows
 
-    def refuse(self, row: PromptRow, reason: str) -> BadRow:
-        """A row that was read and turned out to be of no use."""
-        number = bisect_right(self._starts, row.row_index) - 1
-        file = str(self._tables[number].path)
-        where = row.location.removeprefix(f"{file}, ")
-        return BadRow(file, row.row_index - self._starts[number], where, row.row_index, reason)
 
-
-class CustomRows:
+class CustomRows(RowSource):
     """Rows of the user's own dataset class (``data.custom_cls``).
 
     The class is made with the keyword arguments ``data_files, tokenizer, config`` and, where it takes them,
@@ -100,8 +85,6 @@ class CustomRows:
     Raises:
         DataError: no such class, arguments or results that do not fit, an exception in it, or no row at all.
     """
-
-    entry_starts: list[int]
 
     def __init__(
         self, files: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int = -1
@@ -125,32 +108,20 @@ class CustomRows:
             raise DataError(f"The dataset class {self.name} has no rows.", fix="its len() must be at least 1")
         self.entry_starts = [0, size]
 
-    def __len__(self) -> int:
-        return self.entry_starts[-1]
-
     def read(self, start: int, stop: int) -> list[PromptRow | BadRow]:
         """Rows ``start`` to ``stop`` (excluded); a row that the class fails to give is a bad one."""
         return [self._read(i) for i in range(start, min(stop, len(self)))]
 
-    def refuse(self, row: PromptRow, reason: str) -> BadRow:
-        """A row that was read and turned out to be of no use."""
-        return BadRow(self.name, row.row_index, _nth(row.row_index), row.row_index, reason)
-
     def _read(self, index: int) -> PromptRow | BadRow:
-        values: Any = None
-        problem = None
+        values, problem = {}, None
         try:
             values = self._rows[index]
+            if not isinstance(values, dict):
+                values, problem = {}, f"the class gives {type(values).__name__}, not a dict"
         except Exception as error:
             problem = describe(error, self._file)
-        if problem is None and not isinstance(values, dict):
-            problem = f"the class gives {type(values).__name__}, not a dict"
-        record = RawRow(self.name, _nth(index), {} if problem else values, problem)
+        record = RawRow(self.name, f"row {index} (counted from 0)", values, problem)
         return prompt_row(record, tuple(record.values), self._config, index, index)
-
-
-def _nth(index: int) -> str:
-    return f"row {index} (counted from 0)"
 
 
 def open_source(

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config import DataConfig
 from verl.data.prepare import CHUNK, Prepared, prepare
 from verl.data.rows import BadRow
 from verl.data.sources import FileRows, RowSource
@@ -28,8 +29,6 @@ from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl.config import DataConfig
 
 ROWS_PER_WORKER = 20_000  # with fewer, starting a process costs more than it saves
 MOST_WORKERS = 8  # where data.num_workers does not say

@@ -1,6 +1,7 @@
 """The container that every batch travels in, its files and its table of columns."""
 
-from verl.protocol.assembly import (
+from verl.protocol.container import (
+    DataProto,
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
@@ -8,9 +9,9 @@ from verl.protocol.assembly import (
     union_tensor_dict,
     unpad_dataproto,
 )
-from verl.protocol.container import DataProto, DataProtoItem
 from verl.protocol.future import DataProtoFuture
 from verl.protocol.keys import COLUMNS, check_columns
+from verl.protocol.rows import DataProtoItem
 
 __all__ = [
     "COLUMNS",

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeAlias, overload
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from verl.errors import DataError
-from verl.protocol import assembly, disk, routing, wire
-from verl.protocol.columns import copy_column, copy_meta, same, to_column, union_meta
-from verl.protocol.files import read_tree
-from verl.protocol.indexing import is_single, resolve_row, resolve_rows
-
-AUTO_PADDING_KEY = "_verl_auto_padding"
-"""meta_info flag: the receiver may get uneven pieces (see ``DataProto.chunk``)."""
+from verl.protocol import wire
+from verl.protocol.columns import copy_column, merge_meta, same, union_meta
+from verl.protocol.files import read_tree, write_tree
+from verl.protocol.indexing import resolve_rows
+from verl.protocol.rows import Rows
 
 
-RowIndex: TypeAlias = slice | range | list[int] | list[bool] | np.ndarray | torch.Tensor
-
-
-@dataclass(eq=False)
-class DataProtoItem:
-    """One row: tensors without their row dimension, the row's objects, and a copy of the meta_info."""
-
-    batch: TensorDict
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-
-class DataProto:
+class DataProto(Rows):
     """Rows with tensor columns, object columns and values that hold for all rows.
 
     - ``batch`` (alias ``tensor_batch``): a TensorDict, every tensor with the rows as first dimension;
@@ -48,249 +34,61 @@ class DataProto:
     columns (dicts, lists) are shared between results, the columns themselves are not.
     """
 
-    batch: TensorDictBase
-    non_tensor_batch: dict[str, np.ndarray]
-    meta_info: dict[str, Any]
-
-    def __init__(
-        self,
-        batch: TensorDictBase | None = None,
-        non_tensor_batch: Mapping[str, Any] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.non_tensor_batch = {name: to_column(name, values) for name, values in (non_tensor_batch or {}).items()}
-        if batch is None:
-            batch = TensorDict({}, batch_size=[routing.common_rows(self.non_tensor_batch)])
-        self.batch = batch
-        self.meta_info = copy_meta(dict(meta_info or {}))
-        self._received: dict[str, tuple[torch.Tensor, int]] = {}
-        self.check_consistency()
-
-    # --- making -----------------------------------------------------------------------------------
-
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """Route by kind: tensors to ``batch``, arrays and lists of row length to ``non_tensor_batch``,
-        scalars, strings and None to ``meta_info``.
-
-        Raises:
-            DataError: a value of any other kind or length (named), or a meta key given twice.
-        """
-        tensors, non_tensors, scalars = routing.route(data)
-        return cls.from_dict(tensors, non_tensors, union_meta(scalars, meta_info or {}))
-
-    @classmethod
-    def from_dict(
-        cls,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        non_tensors: Mapping[str, Any] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
-        num_batch_dims: int = 1,
-    ) -> DataProto:
-        """From columns by kind; the first ``num_batch_dims`` dimensions of all tensors must agree."""
-        tensors = dict(tensors or {})
-        columns = {name: to_column(name, values) for name, values in (non_tensors or {}).items()}
-        size = routing.common_batch_size(tensors, columns, num_batch_dims)
-        return cls(TensorDict(tensors, batch_size=size), columns, meta_info)
-
-    @classmethod
-    def from_tensordict(cls, data: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """Inverse of ``to_tensordict``: stacks of non-tensors become columns, single ones meta_info."""
-        tensors, non_tensors, scalars = routing.split_tensordict(data)
-        batch = TensorDict(tensors, batch_size=data.batch_size)
-        return cls(batch, non_tensors, union_meta(scalars, meta_info or {}))
-
-    def to_tensordict(self) -> TensorDict:
-        """One TensorDict: object columns as NonTensorStack, every meta value as NonTensorData."""
-        return routing.join_tensordict(self)
-
-    @classmethod
-    def _assemble(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        non_tensors: Mapping[str, np.ndarray],
-        meta_info: Mapping[str, Any],
-        batch_size: Sequence[int],
-    ) -> DataProto:
-        return cls(TensorDict(dict(tensors), batch_size=list(batch_size)), non_tensors, meta_info)
-
-    def _map_rows(
-        self,
-        rows: int,
-        on_tensor: Callable[[torch.Tensor], torch.Tensor],
-        on_column: Callable[[np.ndarray], np.ndarray],
-    ) -> DataProto:
-        """A new DataProto of ``rows`` rows with every column changed by the same rule."""
-        return self._assemble(
-            {name: on_tensor(tensor) for name, tensor in self.tensors.items()},
-            {name: on_column(column) for name, column in self.non_tensor_batch.items()},
-            self.meta_info,
-            (rows, *self.batch.batch_size[1:]),
-        )
-
-    def _become(self, other: DataProto) -> DataProto:
-        """Take over the columns of a freshly made DataProto (how in-place methods end)."""
-        self.batch, self.non_tensor_batch, self.meta_info = other.batch, other.non_tensor_batch, other.meta_info
-        return self
-
-    # --- looking ----------------------------------------------------------------------------------
-
-    @property
-    def tensor_batch(self) -> TensorDictBase:
-        return self.batch
-
-    @tensor_batch.setter
-    def tensor_batch(self, batch: TensorDictBase) -> None:
-        self.batch = batch
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The columns of ``batch`` by name. (Iterating a TensorDict gives rows, not names.)"""
-        return dict(self.batch.items())  # check_consistency refuses anything else
-
-    def __len__(self) -> int:
-        return int(self.batch.batch_size[0])
-
-    @overload
-    def __getitem__(self, index: int) -> DataProtoItem: ...
-    @overload
-    def __getitem__(self, index: RowIndex) -> DataProto: ...
-    def __getitem__(self, index: Any) -> DataProto | DataProtoItem:
-        """An integer gives a ``DataProtoItem``; slices, lists and arrays (integers or a mask) a DataProto."""
-        if not is_single(index):
-            return self.select_idxs(index)
-        row = resolve_row(index, len(self))
-        tensors = {name: tensor[row] for name, tensor in self.tensors.items()}
-        objects = {name: column[row] for name, column in self.non_tensor_batch.items()}
-        return DataProtoItem(TensorDict(tensors, batch_size=self.batch.batch_size[1:]), objects, self._meta_copy())
-
-    def __iter__(self) -> Iterator[DataProtoItem]:
-        return (self[row] for row in range(len(self)))
-
-    def __contains__(self, name: object) -> bool:
-        """True for the name of a column of either kind."""
-        return name in self.tensors or name in self.non_tensor_batch
-
-    def equal(self, other: DataProto) -> bool:
-        """Same columns, dtypes, values and meta_info; NaN equals NaN."""
-        return (
-            self.batch.batch_size == other.batch.batch_size
-            and same(self.tensors, other.tensors)
-            and same(self.non_tensor_batch, other.non_tensor_batch)
-            and same(self.meta_info, other.meta_info)
-        )
-
-    def check_consistency(self) -> None:
-        """Every column has one entry a row and is of the right kind.
-
-        Raises:
-            DataError: naming the column; also when ``VERL_CHECK_RECEIVED=1`` and someone wrote into
-                the shared memory of a column that came from another process.
-        """
-        routing.check(self.batch, self.non_tensor_batch)
-        wire.verify_received(self)
-
-    def is_padding_enabled(self) -> bool:
-        """True when the meta_info asks for automatic padding (uneven pieces are then allowed)."""
-        return bool(self.meta_info.get(AUTO_PADDING_KEY, False))
-
-    def size_in_bytes(self) -> int:
-        """Bytes of the tensors; object columns are not counted."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
-    def get_data_info(self) -> str:
-        """Columns with shape, dtype and device, one a line."""
-        lines = [f"DataProto of {len(self)} rows"]
-        lines += [
-            f"  batch['{name}']: {tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
-            for name, tensor in self.tensors.items()
-        ]
-        lines += [
-            f"  non_tensor_batch['{name}']: {column.shape} of "
-            + ("/".join(sorted({type(item).__name__ for item in column.flat})) or "nothing")
-            for name, column in self.non_tensor_batch.items()
-        ]
-        lines += [f"  meta_info['{key}']: {type(value).__name__}" for key, value in self.meta_info.items()]
-        return "\n".join(lines)
-
-    def print_size(self, prefix: str = "") -> None:
-        """Print rows and size of the tensors."""
-        print(f"{prefix + ': ' if prefix else ''}{len(self)} rows, {self.size_in_bytes() / 2**30:.6f} GiB of tensors")
-
-    def __repr__(self) -> str:
-        return self.get_data_info()
-
-    # --- choosing rows and columns ------------------------------------------------------------------
-
-    def select_idxs(self, idxs: Any) -> DataProto:
-        """The rows of an index (see ``verl.protocol.indexing``), in its order, repeats allowed."""
-        rows = resolve_rows(idxs, len(self))
-        if isinstance(rows, slice):
-            count = len(range(*rows.indices(len(self))))
-            return self._map_rows(count, lambda tensor: tensor[rows], lambda column: column[rows].copy())
-        numbers = rows.numpy()
-        return self._map_rows(
-            len(numbers), lambda tensor: tensor.index_select(0, rows.to(tensor.device)), lambda column: column[numbers]
-        )
-
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """``data[start:end:step]``."""
-        return self.select_idxs(slice(start, end, step))
-
-    def select(
-        self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
-        deepcopy: bool = False,
-    ) -> DataProto:
-        """The named columns and meta keys; None means all of that kind. ``deepcopy`` copies memory too."""
-        tensors = routing.pick("batch", self.tensors, batch_keys)
-        columns = routing.pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
-        meta = routing.pick("meta_info", self.meta_info, meta_info_keys)
-        return self._assemble(
-            {name: tensor.clone() if deepcopy else tensor for name, tensor in tensors.items()},
-            {name: copy_column(column, deep=deepcopy) for name, column in columns.items()},
-            meta,
-            self.batch.batch_size,
-        )
-
-    def pop(
-        self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
-    ) -> DataProto:
-        """Remove the named columns and meta keys (None: nothing of that kind) and return them."""
-        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        for kind, names in (
-            (self.batch, batch_keys),
-            (self.non_tensor_batch, non_tensor_batch_keys),
-            (self.meta_info, meta_info_keys),
-        ):
-            for name in dict.fromkeys(names or ()):
-                del kind[name]
-        return popped
-
-    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Rename columns of either kind in place, all at once (so two may swap names)."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        renames = routing.plan_renames(self, old, new)
-        tensors = {renames.get(name, name): tensor for name, tensor in self.tensors.items()}
-        columns = {renames.get(name, name): column for name, column in self.non_tensor_batch.items()}
-        return self._become(self._assemble(tensors, columns, self.meta_info, self.batch.batch_size))
-
-    # --- putting together and apart (the work is in verl.protocol.assembly) ---------------------------
+    # --- putting together ---------------------------------------------------------------------------
 
     def union(self, other: DataProto) -> DataProto:
         """Take the columns and meta keys of ``other`` in place; returns self, unchanged on error.
+
+        An operand without any columns fits any number of rows.
 
         Raises:
             DataError: another number of rows, or a key that both hold with different values (NaN
                 equals NaN), which is named.
         """
-        return self._become(assembly.union(self, other))
+        left, right = self.batch, other.batch
+        if not (self.non_tensor_batch or self.tensors):
+            left = TensorDict({}, batch_size=right.batch_size)
+        elif not (other.non_tensor_batch or other.tensors):
+            right = TensorDict({}, batch_size=left.batch_size)
+        batch = union_tensor_dict(left, right)
+        theirs = {name: copy_column(column) for name, column in other.non_tensor_batch.items()}
+        columns = union_numpy_dict(self.non_tensor_batch, theirs)
+        return self._become(type(self)(batch, columns, union_meta(self.meta_info, other.meta_info)))
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """All rows of the pieces in order.
+
+        Every piece needs the same columns with the same dtypes and trailing shapes. ``meta_info`` is
+        merged; ``metrics`` is collected into lists, see ``columns.merge_meta``.
+
+        Raises:
+            DataError: no pieces, or a column or meta key that does not fit, which is named.
+        """
+        pieces = list(data)
+        if not pieces:
+            raise DataError("there is nothing to concatenate", fix="pass at least one DataProto")
+        first = pieces[0]
+        for number, piece in enumerate(pieces[1:], start=1):
+            _require_same_columns(first, piece, number)
+        columns = {
+            name: np.concatenate([piece.non_tensor_batch[name] for piece in pieces]) for name in first.non_tensor_batch
+        }
+        tensors = {name: torch.cat([piece.tensors[name] for piece in pieces]) for name in first.tensors}
+        size = (sum(map(len, pieces)), *first.batch.batch_size[1:])
+        return first._assemble(tensors, columns, merge_meta(piece.meta_info for piece in pieces), size)
+
+    def padding(self, padding_size: int, padding_candidate: str = "first") -> DataProto:
+        """Add ``padding_size`` copies of the "first" or "last" row at the end, in place."""
+        if padding_candidate not in ("first", "last"):
+            raise DataError("padding_candidate must be 'first' or 'last'", padding_candidate)
+        if padding_size < 0 or (padding_size and not len(self)):
+            raise DataError(f"cannot add {padding_size} padding rows to {len(self)} rows")
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        more = torch.full((padding_size,), row, dtype=torch.int64)
+        return self._become(self.select_idxs(torch.cat([torch.arange(len(self)), more])))
+
+    # --- other orders and numbers of rows -------------------------------------------------------------
 
     def reorder(self, indices: Any) -> DataProto:
         """Put the rows in the order of a permutation, in place. Raises DataError for anything else."""
@@ -317,7 +115,36 @@ class DataProto:
 
     def sample_level_repeat(self, counts: Any) -> DataProto:
         """Row i ``counts[i]`` times (zero drops it), copies next to each other."""
-        return assembly.sample_level_repeat(self, counts)
+        numbers, rows = torch.as_tensor(counts), len(self)
+        if numbers.shape != (rows,) or (rows and (numbers.is_floating_point() or bool((numbers < 0).any()))):
+            raise DataError("sample_level_repeat needs one count of at least 0 for each row", f"{rows} rows, {counts}")
+        return self.select_idxs(torch.arange(rows).repeat_interleave(numbers.to(torch.int64)))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """Rows whose second dimension holds ``n_split`` groups become ``n_split`` rows each.
+
+        (B, n_split * W, ...) becomes (B * n_split, W, ...) in the columns of ``split_keys`` (None: all
+        with a second dimension); every other column repeats its rows next to each other.
+        """
+        shapes = _shapes(self)
+        keys = [name for name, shape in shapes.items() if len(shape) > 1] if split_keys is None else list(split_keys)
+        for name in keys:
+            if name not in shapes or n_split < 1 or len(shapes[name]) < 2 or shapes[name][1] % n_split:
+                raise DataError(f"column '{name}' does not split into {n_split} along its second dimension", shapes)
+        repeated = self.repeat(n_split, interleave=True)
+        rows = len(repeated)
+
+        def cut(value: Any) -> Any:
+            return value.reshape(rows, value.shape[1] // n_split, *value.shape[2:])
+
+        tensors = {name: cut(self.tensors[name]) if name in keys else value for name, value in repeated.tensors.items()}
+        columns = {
+            name: cut(self.non_tensor_batch[name]).copy() if name in keys else value
+            for name, value in repeated.non_tensor_batch.items()
+        }
+        return self._assemble(tensors, columns, self.meta_info, (rows,))
+
+    # --- taking apart -----------------------------------------------------------------------------------
 
     def chunk(self, chunks: int, allow_uneven: bool | None = None) -> list[DataProto]:
         """Exactly ``chunks`` pieces in row order, as views.
@@ -328,24 +155,22 @@ class DataProto:
         Raises:
             DataError: the rows do not divide and uneven pieces are not allowed.
         """
-        return assembly.chunk(self, chunks, self.is_padding_enabled() if allow_uneven is None else allow_uneven)
+        if chunks < 1:
+            raise DataError("the number of chunks must be at least 1", chunks)
+        base, longer = divmod(len(self), chunks)
+        if longer and not (self.is_padding_enabled() if allow_uneven is None else allow_uneven):
+            raise DataError(
+                f"{len(self)} rows do not divide into {chunks} equal chunks",
+                fix="pad with pad_dataproto_to_divisor, or pass allow_uneven=True",
+            )
+        bounds = [number * base + min(number, longer) for number in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in itertools.pairwise(bounds)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Pieces of ``split_size`` rows, the last may be shorter; no pieces for no rows."""
-        return assembly.split(self, split_size)
-
-    @staticmethod
-    def concat(data: Sequence[DataProto]) -> DataProto:
-        """All rows of the pieces in order; see ``verl.protocol.assembly.concat``."""
-        return assembly.concat(data)
-
-    def padding(self, padding_size: int, padding_candidate: str = "first") -> DataProto:
-        """Add ``padding_size`` copies of the "first" or "last" row at the end, in place."""
-        return self._become(assembly.padded(self, padding_size, padding_candidate))
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Cut the second dimension of some columns into rows; see ``verl.protocol.assembly``."""
-        return assembly.unfold_column_chunks(self, n_split, split_keys)
+        if split_size < 1:
+            raise DataError("split_size must be at least 1", split_size)
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     def make_iterator(
         self,
@@ -358,8 +183,30 @@ class DataProto:
 
         ``dataloader_kwargs``: ``shuffle`` (a new order each epoch, from one generator with ``seed``) and
         ``drop_last`` (given: a short last mini-batch is dropped or kept; not given: the rows must divide).
+        Bad arguments raise here, not at the first mini-batch.
         """
-        return assembly.make_iterator(self, mini_batch_size, epochs, seed, dict(dataloader_kwargs or {}))
+        options, rows = dict(dataloader_kwargs or {}), len(self)
+        unknown = sorted(options.keys() - {"shuffle", "drop_last"})
+        if unknown:
+            raise DataError("make_iterator takes only shuffle and drop_last in dataloader_kwargs", unknown)
+        if mini_batch_size < 1 or epochs < 0:
+            raise DataError("mini_batch_size must be at least 1 and epochs at least 0", f"{mini_batch_size}, {epochs}")
+        if rows % mini_batch_size and "drop_last" not in options:
+            raise DataError(
+                f"{rows} rows do not divide into mini-batches of {mini_batch_size}",
+                fix="pad the rows, or say drop_last=True or False in dataloader_kwargs",
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        end = rows - rows % mini_batch_size if options.get("drop_last") else rows
+
+        def mini_batches() -> Iterator[DataProto]:
+            for _ in range(epochs):
+                order = torch.randperm(rows, generator=generator) if options.get("shuffle") else None
+                for start in range(0, end, mini_batch_size):
+                    span = slice(start, min(start + mini_batch_size, end))
+                    yield self.select_idxs(span if order is None else order[span])
+
+        return mini_batches()
 
     # --- copies, files, processes ---------------------------------------------------------------------
 
@@ -373,7 +220,9 @@ class DataProto:
         Raises:
             DataError: an object that cannot be encoded (named), or the file cannot be written.
         """
-        disk.save(self, Path(path))
+        if Path(path).is_dir():
+            raise DataError("a DataProto is saved as one file, and this is a directory", str(path), "add a file name")
+        write_tree(Path(path), self.to_tree())
 
     @classmethod
     def load_from_disk(cls, path: str | Path) -> DataProto:
@@ -382,15 +231,15 @@ class DataProto:
 
     def to_tree(self) -> dict[str, Any]:
         """Its parts as a tree that checkpoints hold among others."""
-        return disk.to_tree(self)
+        parts = {"batch": self.tensors, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        return {"batch_size": list(self.batch.batch_size), **parts}
 
     @classmethod
     def from_tree(cls, tree: Any, where: str = "a checkpoint") -> DataProto:
         """Of :meth:`to_tree`. Raises DataError where it is something else."""
-        return cls._assemble(*disk.parts_of(tree, where))
-
-    def _meta_copy(self) -> dict[str, Any]:
-        return copy_meta(self.meta_info)
+        if not isinstance(tree, dict) or tree.keys() != {"batch_size", "batch", "non_tensor_batch", "meta_info"}:
+            raise DataError("something else than a DataProto was saved here", where)
+        return cls._assemble(tree["batch"], tree["non_tensor_batch"], tree["meta_info"], tree["batch_size"])
 
     def __copy__(self) -> DataProto:
         return self.select()
@@ -400,3 +249,115 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return wire.reduce_data(self)
+
+
+def _require_same_columns(first: DataProto, piece: DataProto, number: int) -> None:
+    for part, left, right in (
+        ("batch", first.tensors, piece.tensors),
+        ("non_tensor_batch", first.non_tensor_batch, piece.non_tensor_batch),
+    ):
+        differing = sorted(map(str, left.keys() ^ right.keys()))
+        if differing:
+            raise DataError(
+                f"pieces 0 and {number} differ in the columns of {part}", differing, "every piece needs the same ones"
+            )
+        for name, value in left.items():
+            other = right[name]
+            if value.shape[1:] != other.shape[1:] or value.dtype != other.dtype:
+                raise DataError(
+                    f"column '{name}' differs between pieces 0 and {number}",
+                    f"{tuple(value.shape[1:])} {value.dtype} and {tuple(other.shape[1:])} {other.dtype}",
+                    "pad to one width and use one dtype before concatenating",
+                )
+
+
+def union_tensor_dict(left: TensorDictBase, right: TensorDictBase) -> TensorDict:
+    """Columns of both, as a new TensorDict over the same memory.
+
+    Raises:
+        DataError: another batch size, or a key that both hold with different values.
+    """
+    if left.batch_size != right.batch_size:
+        raise DataError(
+            "the two sides of a union differ in their number of rows",
+            f"{tuple(left.batch_size)} and {tuple(right.batch_size)}",
+        )
+    merged = dict(left.items())
+    for name, tensor in right.items():
+        if name in merged and not same(merged[name], tensor):
+            raise _conflict(name)
+        merged.setdefault(name, tensor)
+    return TensorDict(merged, batch_size=left.batch_size)
+
+
+def union_numpy_dict(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Columns of both; NaN equals NaN. Raises DataError naming a key with different values."""
+    merged = dict(left)
+    for name, column in right.items():
+        if name in merged and not same(merged[name], column):
+            raise _conflict(name)
+        merged.setdefault(name, column)
+    return merged
+
+
+def _conflict(name: str) -> DataError:
+    return DataError(
+        f"both sides of a union have a column '{name}', with different values", fix="pop or rename one of them first"
+    )
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Add rows until their number divides, repeating the rows from the first as often as needed.
+
+    Returns:
+        the padded data (a new DataProto) and how many rows were added; no rows stay no rows.
+    """
+    if size_divisor < 1:
+        raise DataError("the size divisor must be at least 1", size_divisor)
+    pad = -len(data) % size_divisor
+    if not pad:
+        return data.select(), 0
+    return data.select_idxs(torch.arange(len(data) + pad) % len(data)), pad
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the last ``pad_size`` rows."""
+    if not 0 <= pad_size <= len(data):
+        raise DataError(f"cannot drop {pad_size} padding rows from {len(data)} rows")
+    return data.slice(0, len(data) - pad_size)
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """(B, ...) to (new_batch_size, B / new_batch_size, ...) in every column; rows then count groups."""
+    if new_batch_size < 1 or len(data) % new_batch_size:
+        raise DataError(f"{len(data)} rows do not fold into {new_batch_size} equal groups")
+    width = len(data) // new_batch_size
+    return data._map_rows(
+        new_batch_size,
+        lambda tensor: tensor.reshape(new_batch_size, width, *tensor.shape[1:]),
+        lambda column: column.reshape(new_batch_size, width, *column.shape[1:]).copy(),
+    )
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Join the first ``batch_dims`` dimensions of every column into rows (inverse of ``fold_batch_dim``)."""
+    shapes = _shapes(data)
+    short = [name for name, shape in shapes.items() if len(shape) < batch_dims]
+    if batch_dims < 1 or short or len({shape[:batch_dims] for shape in shapes.values()}) > 1:
+        raise DataError(f"the columns do not share {batch_dims} leading dimensions", shapes)
+    leading = next((shape[:batch_dims] for shape in shapes.values()), (len(data),))
+    rows = int(np.prod(leading))
+    return data._assemble(
+        {name: tensor.reshape(rows, *tensor.shape[batch_dims:]) for name, tensor in data.tensors.items()},
+        {
+            name: column.reshape(rows, *column.shape[batch_dims:]).copy()
+            for name, column in data.non_tensor_batch.items()
+        },
+        data.meta_info,
+        (rows,),
+    )
+
+
+def _shapes(data: DataProto) -> dict[str, tuple[int, ...]]:
+    columns: dict[str, Any] = {**data.tensors, **data.non_tensor_batch}
+    return {name: tuple(column.shape) for name, column in columns.items()}

@@ -13,7 +13,7 @@ from verl.errors import DataError
 from verl.protocol.columns import object_array, to_column
 
 if TYPE_CHECKING:
-    from verl.protocol.container import DataProto
+    from verl.protocol.rows import Rows
 
 SCALARS = (bool, int, float, complex, str, np.generic, type(None))
 
@@ -100,7 +100,7 @@ def pick(part: str, values: Mapping[str, Any], names: Sequence[str] | None) -> d
     return {name: values[name] for name in (values if names is None else names)}
 
 
-def plan_renames(data: DataProto, old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
+def plan_renames(data: Rows, old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     """Old names to new ones. Raises DataError for unknown, repeated or taken names."""
     if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
         raise DataError("rename needs one new name for each old one, without repeats", f"{old} to {new}")
@@ -113,7 +113,7 @@ def plan_renames(data: DataProto, old: Sequence[str], new: Sequence[str]) -> dic
     return dict(zip(old, new, strict=True))
 
 
-def join_tensordict(data: DataProto) -> TensorDict:
+def join_tensordict(data: Rows) -> TensorDict:
     """See ``DataProto.to_tensordict``. A column without rows is a NonTensorData of an empty list."""
     clash = data.meta_info.keys() & {*data.tensors, *data.non_tensor_batch}
     if clash:

@@ -23,7 +23,7 @@ import torch
 from verl.errors import DataError
 
 if TYPE_CHECKING:
-    from verl.protocol.container import DataProto
+    from verl.protocol.rows import Rows
 
 CHECK_VARIABLE = "VERL_CHECK_RECEIVED"
 
@@ -77,7 +77,7 @@ def checksum(name: str, tensor: torch.Tensor) -> int:
     return zlib.crc32(array_over(name, tensor).reshape(-1).view(np.uint8).data)
 
 
-def reduce_data(data: DataProto) -> tuple[Any, tuple[Any, ...]]:
+def reduce_data(data: Rows) -> tuple[Any, tuple[Any, ...]]:
     """What ``DataProto.__reduce_ex__`` returns."""
     tensors = {
         name: (str(tensor.dtype).removeprefix("torch."), array_over(name, tensor))
@@ -97,13 +97,13 @@ def reduce_data(data: DataProto) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _rebuild(
-    kind: type[DataProto],
+    kind: type[Rows],
     batch_size: tuple[int, ...],
     tensors: Mapping[str, tuple[str, np.ndarray]],
     non_tensors: dict[str, np.ndarray],
     meta_info: dict[str, Any],
     sums: dict[str, int] | None,
-) -> DataProto:
+) -> Rows:
     columns: dict[str, torch.Tensor] = {}
     for name, (dtype_name, array) in tensors.items():
         dtype, tensor = getattr(torch, dtype_name), tensor_over(array)
@@ -115,7 +115,7 @@ def _rebuild(
     return data
 
 
-def verify_received(data: DataProto) -> None:
+def verify_received(data: Rows) -> None:
     """Check the tensors that arrived with a checksum and are still in place.
 
     Raises:

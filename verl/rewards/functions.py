@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.config import SandboxConfig
+from verl.data.rows import PromptRow
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.rewards import batched, calls
@@ -16,10 +18,6 @@ from verl.rewards.pool import Pool, cores
 from verl.rewards.pool_worker import Target
 from verl.rewards.results import Score
 from verl.rewards.rules import IN_POOL, Rule, by_source
-
-if TYPE_CHECKING:
-    from verl.config import SandboxConfig
-    from verl.data.rows import PromptRow
 
 ROW_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")  # what a reward is told of a response
 

@@ -15,15 +15,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.config.schema_data import JudgeConfig
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.rewards.functions import ROW_COLUMNS, Pending, Reward
 from verl.rewards.results import Score, check_result
-
-if TYPE_CHECKING:
-    from verl.config.schema_data import JudgeConfig
 
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that another try may mend
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a further try: doubled from one to the next

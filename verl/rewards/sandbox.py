@@ -15,13 +15,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from verl.config.schema_sandbox import SandboxConfig
 from verl.errors import RewardError
 from verl.rewards.sandbox_isolation import FIRST_UID, UIDS, framed, unframed
-
-if TYPE_CHECKING:
-    from verl.config.schema_sandbox import SandboxConfig
 
 MIB = 2**20
 GRACE = 10.0  # seconds that the sandbox itself may take beyond the program's; a loaded machine is no lost sandbox

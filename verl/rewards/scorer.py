@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 
+from verl.config import RewardConfig, SandboxConfig
 from verl.config.names import matches
+from verl.config.schema_data import RewardFunctionConfig
+from verl.data.rows import PromptRow
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
@@ -26,11 +29,6 @@ from verl.rewards.pool import Pool, cores
 from verl.rewards.pool_worker import Target
 from verl.rewards.results import MEANINGFUL, Outcome, Score, check_result
 from verl.rewards.rules import rule_named
-
-if TYPE_CHECKING:
-    from verl.config import RewardConfig, SandboxConfig
-    from verl.config.schema_data import RewardFunctionConfig
-    from verl.data.rows import PromptRow
 
 RETRIES = 2  # further tries with reward.on_error=retry
 
