@@ -233,6 +233,9 @@ class SimulatedRollout:
     def metrics(self) -> dict[str, float]:
         return {}
 
+    def spans(self) -> dict[str, list[Any]]:
+        return {}
+
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, len(self.published) - 1, 0, 0, 0)
 
@@ -262,6 +265,9 @@ class SimulatedTrainer:
 
     def memory_gb(self) -> dict[str, float]:
         return {"peak": 0.0, "rewards": 0.0}
+
+    def spans(self) -> dict[str, list[Any]]:
+        return {}
 
 
 class Bytes:

@@ -170,7 +170,7 @@ class RunDir:
     ::
 
         config.yaml  metrics.jsonl  timeline.jsonl  samples/step_000010.jsonl  checkpoints/step_000010/  report.html
-        events.log  tensorboard/, dumps/ (if asked for)  .lock
+        events.log  tensorboard/, dumps/, profile/ (if asked for)  .lock
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -189,8 +189,16 @@ class RunDir:
 
     @property
     def timeline(self) -> Path:
-        """Which part of each step ran when: one line a step, seconds from the step's beginning."""
+        """Which part of each step ran when, and what each worker did: one line a step, seconds from its beginning."""
         return self.path / "timeline.jsonl"
+
+    @property
+    def profile_dir(self) -> Path:
+        """Traces of profiled steps, and the timeline of all processes that ``verl profile`` writes."""
+        return self.path / "profile"
+
+    def profile(self, step: int) -> Path:
+        return self.profile_dir / f"step_{step:06d}"
 
     @property
     def samples_dir(self) -> Path:

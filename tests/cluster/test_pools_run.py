@@ -70,6 +70,8 @@ def test_roles_in_pools_of_their_own_make_the_same_run_also_after_a_death(tmp_pa
 
     lines = [json.loads(line) for line in (apart / "timeline.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert {name for line in lines for name in line["workers"]} == {"main_0", "critic_0", "reference_0", "reward_0"}
+    assert {name for name, _, _ in lines[-1]["workers"]["critic_0"]} == {"values", "update_critic"}
     assert sum(at_once(line["parts"], "ref", "values") for line in lines) >= STEPS / 2
     assert sum(at_once(line["parts"], "update_critic", "update_actor") for line in lines) >= STEPS / 2
     lines = [json.loads(line) for line in (one / "timeline.jsonl").read_text().splitlines()]

@@ -101,6 +101,7 @@ results = [bits(pool.generate(batch)) for batch in given]
 thread.join()
 found["scaled"] = results == [versions_as(2)] * 4
 found["workers"] = pool.metrics()["rollout/workers"]
+found["spans"] = {name: sorted({what for what, _, _ in spans}) for name, spans in pool.spans().items()}
 
 # Given up, asked for again under other weights: one answer each, of the new ones.
 stale = named("stale", 20)
@@ -149,6 +150,11 @@ def test_a_killed_and_a_hanging_worker_change_nothing(found: dict[str, Any]) -> 
     assert found["killed and hung"] and found["retried"] > 0
     died = [detail for kind, _, detail in found["events"] if kind == "died"]
     assert died[0] == "died during advance" and "no answer to advance" in died[1]
+
+
+def test_it_tells_what_each_worker_did(found: dict[str, Any]) -> None:
+    assert list(found["spans"].values()) == [["advance", "load_weights"]], found["spans"]
+    assert all(name.startswith("rollout_worker_") for name in found["spans"])
 
 
 def test_workers_that_come_and_go_change_nothing(found: dict[str, Any]) -> None:

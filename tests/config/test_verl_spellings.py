@@ -247,7 +247,7 @@ def test_fp16_in_the_flat_spelling():
         "data.dataloader_num_workers=8",
         "data.trust_remote_code=True",
         "ray_kwargs.ray_init.num_cpus=8",
-        "global_profiler.steps=null",
+        "global_profiler.save_path=x",
     ],
 )
 def test_what_asks_for_nothing_is_accepted_with_one_notice(override):

@@ -28,6 +28,9 @@ ELSEWHERE = {
     "cluster.stall_seconds",
     "cluster.dashboard",
     "trainer.max_restarts",
+    "profiler.roles",  # where a step is profiled: test_profiling.py, test_profiled_run.py
+    "profiler.steps",
+    "profiler.memory",
     "actor.strategy",
     "rollout.partial",  # rollout workers of their own: test_rollout_pool.py
     "rollout.worker_timeout",

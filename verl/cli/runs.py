@@ -41,6 +41,13 @@ def add(commands: Commands) -> None:
     watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
     watch.set_defaults(command=_watch)
 
+    profile = commands.add_parser(
+        "profile", parents=[common()], help="what a run spends its time on; writes a timeline of all its processes"
+    )
+    profile.add_argument("run", help=RUN_HELP)
+    profile.add_argument("--json", action="store_true", help="as JSON")
+    profile.set_defaults(command=_profile)
+
     serve = commands.add_parser("serve", parents=[common()], help="the report of runs live in a browser")
     serve.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's gets a token")
@@ -62,6 +69,19 @@ def _watch(arguments: argparse.Namespace) -> None:
     from verl.tracking.watch import watch
 
     watch(find_run(arguments.run), Console(highlight=False), arguments.once)
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    from verl.diagnostics.profile import profile_run, words
+    from verl.run_dir import json_line
+    from verl.tracking.runs import find_run
+
+    profile = profile_run(find_run(arguments.run))
+    if arguments.json:
+        print(json_line(profile.to_json()))
+        return
+    for line in words(profile):
+        print(line)
 
 
 def _serve(arguments: argparse.Namespace) -> None:

@@ -16,11 +16,13 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.cluster.placement import Group, Plan, ProcessSpec
+from verl.cluster.profiling import nsight_options
 from verl.cluster.ray_worker import RayWorkers, Watch
 from verl.cluster.start import EventLog
 from verl.cluster.threads import worker_environment
 from verl.config import Config
 from verl.errors import ClusterError
+from verl.run_dir import RunDir
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def started_groups(
         for place, group in zip(places, plan.groups, strict=True):
             file = str(meeting.with_name(f"{meeting.name}-{len(workers)}") / "ranks")
             remote = ray.remote(Worker).options(
-                **ray_options(group), scheduling_strategy=PlacementGroupSchedulingStrategy(place)
+                **ray_options(group, config, group.roles), scheduling_strategy=PlacementGroupSchedulingStrategy(place)
             )
             actors = [remote.remote(config, None, group, rank, file) for rank in range(group.count)]
             workers.append(RayWorkers(actors, group.named_roles if len(plan.groups) > 1 else "", watch))
@@ -62,16 +64,18 @@ def started_groups(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def ray_options(process: ProcessSpec) -> dict[str, Any]:
-    """Of the Ray actor that one of these processes is."""
+def ray_options(process: ProcessSpec, config: Config, roles: frozenset[str]) -> dict[str, Any]:
+    """Of the Ray actor that one of these processes is, which has these roles."""
     needs = process.needs()
+    nsight = nsight_options(config.profiler, roles, RunDir(config.run_dir).profile_dir, process.pool)
     return {
         "num_cpus": needs.pop("CPU"),
         "num_gpus": needs.pop("GPU", 0),
         "memory": int(needs.pop("memory", 0)) or None,
         "resources": needs or None,
         "max_restarts": 0,
-        "runtime_env": {"env_vars": worker_environment(process.threads) | dict(process.env)},
+        "runtime_env": {"env_vars": worker_environment(process.threads) | dict(process.env)}
+        | ({"nsight": nsight} if nsight else {}),
     }
 
 

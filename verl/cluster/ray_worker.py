@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric, merge_all
+from verl.cluster.profiling import Span
 from verl.cluster.roles import merged_memory
 from verl.cluster.start import EventLog
 from verl.data.balancing import karmarkar_karp
@@ -115,6 +116,13 @@ class RayWorkers:
 
     def memory_gb(self) -> dict[str, float]:
         return merged_memory(self._answers("memory_gb", [actor.memory_gb.remote() for actor in self._actors]))
+
+    def profile(self, folder: str | None) -> None:
+        self._answers("profile", [actor.profile.remote(folder) for actor in self._actors])
+
+    def spans(self) -> dict[str, list[Span]]:
+        answers = self._answers("spans", [actor.spans.remote() for actor in self._actors])
+        return {name: spans for answer in answers for name, spans in answer.items()}
 
     def score(self, batch: DataProto) -> DataProto:
         """On the first rank: a reward function may look at a batch as a whole."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.early_scoring import for_scoring
+from verl.cluster.profiling import Span
 from verl.protocol import DataProto
 from verl.rollout.protocol import EngineStats, Request, Result, Slot
 
@@ -21,6 +22,8 @@ class WorkerCalls(Protocol):
     def publish(self, version: int) -> None: ...
     def engine_stats(self) -> EngineStats: ...
     def memory_gb(self) -> dict[str, float]: ...
+    def profile(self, folder: str | None) -> None: ...
+    def spans(self) -> dict[str, list[Span]]: ...
     def score(self, batch: DataProto) -> DataProto: ...
     def actor_log_probs(self, batch: DataProto) -> DataProto: ...
     def reference_log_probs(self, batch: DataProto) -> DataProto: ...
@@ -117,6 +120,14 @@ class Rollout(Protocol):
         """Of workers of its own, since the last call: ``rollout/*``, and idle share and memory of each."""
         ...
 
+    def profile(self, folder: str | None) -> None:
+        """Workers of its own profile into this folder from now on; None: no longer."""
+        ...
+
+    def spans(self) -> dict[str, list[Span]]:
+        """What each worker of its own has done since the last call."""
+        ...
+
 
 @dataclass(frozen=True)
 class SharedRollout:
@@ -141,6 +152,12 @@ class SharedRollout:
         return self.worker.generate(requests, None if prompts is None else for_scoring(prompts))
 
     def metrics(self) -> dict[str, float]:
+        return {}
+
+    def profile(self, folder: str | None) -> None:
+        pass
+
+    def spans(self) -> dict[str, list[Span]]:
         return {}
 
     def publish(self, version: int) -> None:
@@ -185,6 +202,19 @@ class Roles:
     def memory_gb(self) -> dict[str, float]:
         """GiB by process; ``peak``: the most that one of the models' processes ever had."""
         return merged_memory([worker.memory_gb() for worker in self._workers()])
+
+    def profile(self, folder: str | None) -> None:
+        """Have all processes profile what they do into this folder from now on; None: no longer."""
+        for worker in self._workers():
+            worker.profile(folder)
+        self.rollout.profile(folder)
+
+    def spans(self) -> dict[str, list[Span]]:
+        """What each process has done since the last call."""
+        found = self.rollout.spans()
+        for worker in self._workers():
+            found |= worker.spans()
+        return found
 
     def save(self, folder: str) -> None:
         for worker in self._workers():

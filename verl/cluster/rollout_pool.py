@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from verl.cluster.early_scoring import for_scoring
 from verl.cluster.groups import ray_options
 from verl.cluster.placement import WorkerSpec
+from verl.cluster.profiling import Span, joined
 from verl.cluster.ray_worker import RayWorkers, memory_kills
 from verl.cluster.rollout_worker import Progress, RolloutWorker
 from verl.cluster.start import EventLog
@@ -49,6 +50,7 @@ class _Member:
         weights: version and reference that it has yet to take.
         stats: of its engine, at its last answer.
         memory: bytes that it held at its last answer.
+        spans: what it has done that nobody has asked for yet.
     """
 
     name: str
@@ -61,6 +63,7 @@ class _Member:
     weights: tuple[int, Any] | None = None
     stats: EngineStats | None = None
     memory: int = 0
+    spans: list[Span] = field(default_factory=list)
 
     def call(self, method: str, *arguments: Any) -> None:
         if not self.calls:
@@ -230,6 +233,18 @@ class RolloutPool:
             **{f"rollout/{name}": float(new[name]) for name in ("retried", "late", "lost")},
         }
 
+    def profile(self, folder: str | None) -> None:
+        with self._changed:
+            for member in (member for member in self._members.values() if member.ready and not member.leaving):
+                member.call("profile", folder)
+
+    def spans(self) -> dict[str, list[Span]]:
+        with self._changed:
+            found = {member.name.replace(" ", "_"): joined(member.spans) for member in self._members.values()}
+            for member in self._members.values():
+                member.spans = []
+        return found
+
     def close(self) -> None:
         """End all workers, and the wait of whoever still waits for them."""
         with self._changed:
@@ -356,6 +371,7 @@ class RolloutPool:
         elif isinstance(answer, Progress):
             member.stats, self._losses = answer.stats, 0
             member.memory = answer.memory
+            member.spans += answer.spans
             self._dispatcher.complete(member.name, answer.results, now)
 
     def _end_silent(self) -> None:
@@ -394,8 +410,10 @@ class RolloutPool:
     def _start_worker(self, spec: WorkerSpec) -> None:
         self._born += 1
         name = f"rollout worker {self._born}"
-        remote = ray.remote(RolloutWorker).options(**ray_options(spec))
-        member = _Member(name, spec, remote.remote(self._config, spec), heard=time.monotonic(), weights=self._weights)
+        remote = ray.remote(RolloutWorker).options(**ray_options(spec, self._config, frozenset({"rollout"})))
+        member = _Member(
+            name, spec, remote.remote(self._config, spec, name), heard=time.monotonic(), weights=self._weights
+        )
         member.call("setup")
         self._members[name] = member
         self._log("started", name, f"pool {spec.pool}, {spec.threads} threads")

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from verl.cluster.profiling import Recorder, Span, recorded
 from verl.config import Config
 from verl.errors import EngineError
 from verl.models.attention import ATTENTION_NAME
@@ -38,19 +39,22 @@ class Progress:
         results: finished since the last answer.
         seconds: spent on it.
         memory: bytes of main memory that the worker holds.
+        spans: what it has done since the last answer.
     """
 
     results: list[Result]
     stats: EngineStats
     seconds: float
     memory: int
+    spans: list[Span]
 
 
 class RolloutWorker:
     """An engine of its own. Methods are called one at a time, over Ray; :meth:`setup` comes first."""
 
-    def __init__(self, config: Config, spec: WorkerSpec) -> None:
+    def __init__(self, config: Config, spec: WorkerSpec, name: str = "rollout worker") -> None:
         self._config, self._spec = config, spec
+        self.recorder = Recorder(config.profiler, name.replace(" ", "_"), whole="rollout")
 
     def setup(self) -> None:
         """Load the model; published weights take the place of its own."""
@@ -78,17 +82,23 @@ class RolloutWorker:
     def advance(self, requests: Sequence[Request], seconds: float) -> Progress:
         """Take these on and compute for about so long, or until something has finished."""
         started = time.monotonic()
-        self._engine.submit(list(requests))
-        while True:
-            results, stats = self._engine.step(), self._engine.stats()
-            seconds_spent = time.monotonic() - started
-            if results or seconds_spent >= seconds or not (stats.waiting or stats.active):
-                return Progress(results, stats, seconds_spent, held_memory())
+        with self.recorder.call("rollout", "advance"):
+            self._engine.submit(list(requests))
+            while True:
+                results, stats = self._engine.step(), self._engine.stats()
+                seconds_spent = time.monotonic() - started
+                if results or seconds_spent >= seconds or not (stats.waiting or stats.active):
+                    break
+        return Progress(results, stats, seconds_spent, held_memory(), self.recorder.take())
+
+    def profile(self, folder: str | None) -> None:
+        self.recorder.profile(folder)
 
     def abort(self, slots: list[Slot] | None = None) -> list[Result]:
         """Give these (None: all) back as far as they are."""
         return self._engine.abort(slots)
 
+    @recorded("rollout")
     def load_weights(self, version: int, weights: Weights) -> None:
         """Sample from these from now on; on the machine that holds them they are used where they are.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -99,6 +100,9 @@ def require_machine(config: Config) -> None:
             "memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         }
         require(local_plan(config), [machine], "this machine", shared=True)
+    if config.profiler.tool == "nsight" and config.cluster.address is None and shutil.which("nsys") is None:
+        fix = "install Nsight Systems, or set profiler.tool=torch"
+        raise ClusterError("profiler.tool=nsight, and this machine has no nsys", None, fix)
     if config.trainer.nnodes > 1:
         raise ClusterError(
             "more than one machine was asked for, and the ranks of a role must be on one",

@@ -16,6 +16,7 @@ from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.early_scoring import EarlyScoring
 from verl.cluster.placement import Group, whole_run
+from verl.cluster.profiling import Recorder, Span, recorded
 from verl.cluster.rollout_worker import Weights, exported
 from verl.cluster.threads import available_cores
 from verl.config import BatchPlan, Config, SupervisedConfig
@@ -78,6 +79,8 @@ class Worker:
         sharded = size > 1 and learns and config.actor.strategy == "fsdp2"
         self._ranks = Ranks(rank, size, sharded, config.trainer.balance_batch)
         self._scorer: RuleScorer | None = None
+        self._name = f"{self._group.pool}_{rank}"
+        self.recorder = Recorder(config.profiler, self._name)
 
     def setup(self) -> ParityReport | None:
         """Load the models and, where the engine is here, check it against the trainer on this machine."""
@@ -169,6 +172,7 @@ class Worker:
 
     # rollout -------------------------------------------------------------------------------------------------------
 
+    @recorded("rollout")
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
         """Sample these; ``prompts``: whose they are, to be scored meanwhile where the scorer is here."""
         if self._scorer is None or prompts is None:
@@ -180,12 +184,14 @@ class Worker:
         """Rollout workers are sampling these; :meth:`hear` tells what they have."""
         self._early.expect(requests, prompts)
 
+    @recorded("reward")
     def hear(self, results: list[Result]) -> bool:
         """Whether to call again soon, with whatever there is then: reward functions are at work."""
         self._early.finished(results)
         assert self._scorer is not None
         return self._scorer.working
 
+    @recorded("rollout")
     def publish(self, version: int) -> None:
         """The engine's caches are dropped, the version is noted. Its weights are the actor's own tensors; where those
         are sharded, a copy that is brought up to date here."""
@@ -194,6 +200,7 @@ class Worker:
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
 
+    @recorded("actor")
     def exported_weights(self) -> Weights:
         """The actor's, for rollout workers; from the first rank."""
         actor, first = self._actor, self._ranks.rank == 0
@@ -221,10 +228,18 @@ class Worker:
         rewards = sum(map(held_memory, descendants(os.getpid()))) if self._scorer is not None else 0
         return {
             "peak": peak,
-            f"{self._group.pool}_{self._ranks.rank}": held_memory() / 2**30,
+            self._name: held_memory() / 2**30,
             "rewards": rewards / 2**30,
         }
 
+    def profile(self, folder: str | None) -> None:
+        self.recorder.profile(folder)
+
+    def spans(self) -> dict[str, list[Span]]:
+        """What this process has done since the last call."""
+        return {self._name: self.recorder.take()}
+
+    @recorded("reward")
     def score(self, batch: DataProto) -> DataProto:
         assert self._scorer is not None
         return self._scorer.score(batch)
@@ -236,21 +251,27 @@ class Worker:
 
     # process and update --------------------------------------------------------------------------------------------
 
+    @recorded("actor")
     def actor_log_probs(self, batch: DataProto) -> DataProto:
         return self._actor.log_probs(batch)
 
+    @recorded("reference")
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         return self._reference.log_probs(batch)
 
+    @recorded("reference")
     def full_kl(self, batch: DataProto) -> DataProto:
         return self._reference.full_kl(batch, self._actor.policy)
 
+    @recorded("critic")
     def values(self, batch: DataProto) -> DataProto:
         return self._critic.values(batch)
 
+    @recorded("actor")
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         return self._measured(self._actor, self._actor.policy.model, mini_batch, denominators)
 
+    @recorded("critic")
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         return self._measured(self._critic, self._critic.model.backbone, mini_batch, denominators)
 

@@ -148,6 +148,9 @@ def _run(config: Config) -> Iterator[Problem]:
     reward = config.reward
     yield from config.trainer.problems()
     yield from config.cluster.problems()
+    if config.profiler.tool == "nsight" and config.cluster.backend == "inline":
+        fix = "set cluster.backend=ray, or profiler.tool=torch"
+        yield Problem("profiler.tool=nsight starts worker processes under nsys, and inline there are none", None, fix)
     kinds = [config.algorithm.kl_penalty] * config.algorithm.use_kl_in_reward
     kinds += [config.actor.kl_loss_type] * config.actor.use_kl_loss
     place = config.cluster.placement

@@ -12,6 +12,7 @@ from verl.config.base import Section
 from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema_cluster import TRAINED, ClusterConfig
 from verl.config.schema_data import DataConfig, ModelConfig, RewardConfig
+from verl.config.schema_profiler import ProfilerConfig
 from verl.config.schema_roles import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema_run import AlgorithmConfig, RolloutConfig, TrainerConfig
 from verl.errors import ConfigError
@@ -37,6 +38,7 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Scores.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Processes and machines.")
+    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="A close look at single steps.")
 
     @model_validator(mode="before")
     @classmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,7 +66,7 @@ class TrainingLoop:
             self.tracker.log(0, metrics | timer.flush())
         engines = roles.rollout.stats()
         while state.step < self.total_steps:
-            with timer("step"):
+            with timer("step"), self.profiled():
                 now = state.scheduled(config, self.total_steps)
                 kl_coef = state.kl_coef.value(state.step, self.total_steps)
                 batch = self.source.next()
@@ -87,7 +88,7 @@ class TrainingLoop:
             if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
                 with timer("testing"):
                     measured = self.evaluate()
-            timeline = json_line({"step": state.step, "parts": timer.timeline()})
+            timeline = json_line(timer.timeline(state.step, roles.spans()))
             self.tracker.attempt("timeline", partial(append_line, self.run_dir.timeline, timeline), state.step)
             timings = timer.flush()
             progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
@@ -120,6 +121,17 @@ class TrainingLoop:
             path = self.run_dir.dump(step)
             path.parent.mkdir(exist_ok=True)
             self.tracker.attempt("dump", lambda: batch.save_to_disk(path), step)
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Around the step to come, where ``profiler`` wants it."""
+        step, profiler = self.state.step + 1, self.config.profiler
+        if profiler.tool == "none" or step not in profiler.steps:
+            yield
+            return
+        self.roles.profile(str(self.run_dir.profile(step).resolve()))
+        yield
+        self.roles.profile(None)
 
     def evaluate(self) -> dict[str, float]:
         """Validation metrics; samples are written and shown to the trackers."""

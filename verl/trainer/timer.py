@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 class StepTimer:
@@ -47,10 +48,22 @@ class StepTimer:
         with self._lock:
             return list(self._ended)
 
-    def timeline(self) -> list[tuple[str, float, float]]:
-        """As :meth:`intervals`, in seconds from the first beginning, in the order in which the parts began."""
+    def timeline(self, step: int, workers: Mapping[str, Sequence[tuple[str, float, float]]]) -> dict[str, Any]:
+        """The step's line of ``timeline.jsonl``: when it began (seconds since 1970), and its parts and what each worker
+        did, in seconds from then.
+
+        Args:
+            workers: what they did, by the clock that counts from 1970; what ended before the step began is left out.
+        """
         parts = sorted(self.intervals(), key=lambda part: part[1])
-        return [(name, round(began - parts[0][1], 4), round(ended - parts[0][1], 4)) for name, began, ended in parts]
+        zero = parts[0][1]
+        began = time.time() - time.perf_counter() + zero
+
+        def since(spans: Iterable[tuple[str, float, float]], zero: float) -> list[tuple[str, float, float]]:
+            return [(name, round(start - zero, 4), round(end - zero, 4)) for name, start, end in spans if end >= zero]
+
+        held = {name: since(spans, began) for name, spans in workers.items()}
+        return {"step": step, "began": round(began, 4), "parts": since(parts, zero), "workers": held}
 
     def so_far(self) -> dict[str, float]:
         """Seconds by part since the last :meth:`flush`, of those that have ended."""

@@ -1,0 +1,42 @@
+"""Section ``profiler``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from verl.config.base import Section, Steps
+
+Role = Literal["actor", "critic", "reference", "reward", "rollout"]
+
+
+class ProfilerConfig(Section):
+    """Which work of which steps to look into, operator by operator. ``verl profile RUN`` tells what was found."""
+
+    acts_in: ClassVar[str] = "the workers, in the steps that are profiled"
+
+    tool: Literal["none", "torch", "nsight"] = Field(
+        "none",
+        description="torch: PyTorch's profiler, a trace for each call; nsight: Nsight Systems, on GPUs over Ray.",
+    )
+    roles: list[Role] = Field(default_factory=list, description="Whose work is profiled; none named: all of it.")
+    steps: list[Annotated[Steps, Field(ge=1)]] = Field(
+        default_factory=lambda: [2], description="Training steps that are profiled; the first one also warms up."
+    )
+    memory: bool = Field(
+        False, description="On a GPU also a page with all allocations of each profiled call (tool torch)."
+    )
+
+    @field_validator("tool", mode="before")
+    @classmethod
+    def _known_names(cls, value: Any) -> Any:
+        return {None: "none", "nsys": "nsight"}.get(value, value) if isinstance(value, str | None) else value
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _no_steps(cls, value: Any) -> Any:
+        return [] if value is None else value
+
+    def wants(self, role: str) -> bool:
+        return self.tool != "none" and (not self.roles or role in self.roles)

@@ -1,0 +1,142 @@
+"""Where the time of a run went, from its ``timeline.jsonl``: shares of the stages, who was busy, a trace of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, TypeVar
+
+from verl.run_dir import RunDir, read_jsonl
+
+Spans = Sequence[tuple[str, float, float]]
+
+# What a part of a step (of the controller) and a call of a worker belong to. Of parts that overlap the first stage here
+# counts: what runs behind another one costs nothing.
+STAGES = {
+    "update": ("update_actor", "update_critic"),
+    "process": ("old_log_prob", "ref", "values", "reward", "adv", "actor_log_probs", "reference_log_probs", "full_kl",
+                "score", "hear"),
+    "transfer": ("update_weights", "publish", "exported_weights", "load_weights"),
+    "rollout": ("gen", "wait_rollout", "generate", "advance"),
+    "validation": ("testing",),
+    "saving": ("save_checkpoint",),
+}  # fmt: skip
+STAGE_OF = {name: stage for stage, names in STAGES.items() for name in names}
+OWN = ("adv", "wait_rollout", "save_checkpoint")  # parts in which the controller need not wait for a worker
+IDLE = "idle"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of some steps.
+
+    Attributes:
+        steps: which.
+        seconds: of all of them.
+        shares: of the time, by stage; ``transfer``: weights, batches and answers are on their way, so that a stage has
+            begun and no worker computes; ``idle``: no stage has.
+        busy: share of the time in which each worker computes.
+    """
+
+    steps: list[int]
+    seconds: float
+    shares: dict[str, float]
+    busy: dict[str, float]
+
+
+def read_timeline(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The lines of whole steps, in order; of a step that was done again the later one."""
+    lines = [line for line in read_jsonl(run_dir.timeline)[0] if line.get("parts") and "step" in line]
+    return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
+
+
+def usual(lines: Sequence[dict[str, Any]], profiled: Sequence[int]) -> list[dict[str, Any]]:
+    """Without the first step, which warms up, and those that a profiler slowed down, if others are left.
+
+    Rollout workers may still write what they have recorded of a step while the next one waits for them.
+    """
+    odd = {*[line["step"] for line in lines[:1]], *profiled, *[step + 1 for step in profiled]}
+    return [line for line in lines if line["step"] not in odd] or list(lines)
+
+
+def usage(lines: Sequence[dict[str, Any]]) -> Usage:
+    """How the time of these steps was spent."""
+    total, spent = 0.0, dict.fromkeys([*STAGES, IDLE], 0.0)
+    busy: dict[str, float] = {}
+    for line in lines:
+        zero, last = window(line)
+        total += last - zero
+        workers: dict[str, Spans] = line.get("workers", {})
+        for name, spans in workers.items():
+            busy[name] = busy.get(name, 0.0) + sum(end - began for began, end in _covered(spans, zero, last))
+        computing = _covered([span for spans in workers.values() for span in spans], zero, last) or [(zero, last)]
+        parts = [part for part in line["parts"] if part[2] > zero]
+        edges = {zero, last, *(t for _, *ends in parts for t in ends), *chain.from_iterable(computing)}
+        for began, end in pairwise(sorted(edge for edge in edges if edge >= zero)):
+            middle = (began + end) / 2
+            open_ = {name for name, start, stop in parts if start <= middle < stop}
+            stage = next((stage for stage, names in STAGES.items() if not open_.isdisjoint(names)), IDLE)
+            if stage != IDLE and open_.isdisjoint(OWN) and not any(a <= middle < b for a, b in computing):
+                stage = "transfer"
+            spent[stage] += end - began
+    return Usage(
+        steps=[line["step"] for line in lines],
+        seconds=total,
+        shares={stage: seconds / total for stage, seconds in spent.items()},
+        busy={name: seconds / total for name, seconds in sorted(busy.items())},
+    )
+
+
+def window(line: dict[str, Any]) -> tuple[float, float]:
+    """Beginning and end of a step; what its line has of earlier was sampled ahead, behind the step before."""
+    parts = line["parts"]
+    own = [began for name, began, _ in parts if name in ("step", "save_checkpoint")]
+    return min(own or [began for _, began, _ in parts]), max(end for _, _, end in parts)
+
+
+def _covered(spans: Spans, zero: float, last: float) -> list[tuple[float, float]]:
+    """When at least one of them runs, within these limits."""
+    found: list[tuple[float, float]] = []
+    for began, end in sorted((max(began, zero), min(end, last)) for _, began, end in spans):
+        if found and began <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > began:
+            found.append((began, end))
+    return found
+
+
+def trace(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All steps, stages and calls of all processes in Chrome's trace format, which Perfetto and chrome://tracing read.
+
+    A process of the trace for the controller and for each worker; parts that overlap are in rows of their own.
+    """
+    spans: dict[str, list[tuple[str, float, float, int]]] = {"controller": []}
+    zero = min((line.get("began", 0.0) for line in lines), default=0.0)
+    for line in lines:
+        offset, step = line.get("began", 0.0) - zero, line["step"]
+        for name, own in sorted({"controller": line["parts"], **line.get("workers", {})}.items()):
+            spans.setdefault(name, []).extend((part, offset + a, offset + b, step) for part, a, b in own)
+    events: list[dict[str, Any]] = []
+    for pid, name in enumerate(spans):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+        for row, (part, began, end, step) in rows_of(spans[name]):
+            what = f"step {step}" if part == "step" else part
+            times = {"ts": round(began * 1e6), "dur": round(end * 1e6) - round(began * 1e6)}
+            stage = {"cat": STAGE_OF.get(part, "step"), "args": {"step": step}}
+            events.append({"ph": "X", "name": what, "pid": pid, "tid": row, **times, **stage})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+Placed = TypeVar("Placed", bound=tuple[Any, ...])
+
+
+def rows_of(spans: Iterable[Placed]) -> list[tuple[int, Placed]]:
+    """Spans (what, beginning, end, ...) by beginning, each with the first row in which nothing else runs meanwhile."""
+    ends: list[float] = []
+    found = []
+    for span in sorted(spans, key=lambda span: (span[1], -span[2])):
+        row = next((row for row, until in enumerate(ends) if until <= span[1]), len(ends))
+        ends[row : row + 1] = [span[2]]
+        found.append((row, span))
+    return found
