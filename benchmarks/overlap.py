@@ -12,20 +12,17 @@ first step; ``waste`` is the share of the sampled tokens that were too old to be
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import random
 import tempfile
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.checkpoint.store import CheckpointStore
@@ -34,8 +31,8 @@ from verl.config import build_config
 from verl.data.dataset import PromptDataset
 from verl.data.loader import PromptLoader
 from verl.data.rows import PromptRow
+from verl.diagnostics.simulate import Sampling
 from verl.protocol import DataProto
-from verl.rollout.dispatch import Dispatcher
 from verl.rollout.protocol import EngineStats, Request, Result, Slot
 from verl.run_dir import RunDir
 from verl.tracking.trackers import Tracker
@@ -159,47 +156,22 @@ class SimulatedRollout:
     apart = True
 
     def __init__(self, clock: RealClock, length: Callable[[Slot], int]) -> None:
-        self.clock, self.length, self.sampled = clock, length, 0
-        self.dispatcher = Dispatcher()
-        for number in range(WORKERS):
-            self.dispatcher.add_worker(str(number), PLACES, 0.0)
-        self.ends: list[tuple[float, int, str, Slot, float]] = []  # when, number, by whom, what, begun when
-        self.begun: dict[Slot, int] = {}  # the number of the attempt under way
-        self.published: list[float] = []
+        self.clock, self.workers = clock, Sampling(WORKERS, PLACES, TOKEN, length)
         self.boxes: dict[Slot, list[Result]] = {}
         self.answers: list[Result] = []
-        clock.run, clock.next_event = self.run, lambda: self.ends[0][0] if self.ends else inf
+        clock.run, clock.next_event = self.run, self.workers.next_event
 
     def run(self, until: float) -> None:
-        while self.ends and self.ends[0][0] <= until:
-            now, number, worker, slot, start = heapq.heappop(self.ends)
-            if self.begun.get(slot) == number:
-                self.dispatcher.complete(worker, [self.result(slot, start)], now)
-                self.assign(now)
-        for outcome in self.dispatcher.take():
-            assert isinstance(outcome, Result)
-            self.boxes.pop(outcome.slot, self.answers).append(outcome)
-
-    def assign(self, now: float) -> None:
-        for worker, requests in self.dispatcher.assign(now).items():
-            for request in requests:
-                self.sampled += self.length(request.slot)
-                self.begun[request.slot] = self.sampled
-                end = now + self.length(request.slot) * TOKEN
-                heapq.heappush(self.ends, (end, self.sampled, worker, request.slot, now))
-
-    def result(self, slot: Slot, start: float) -> Result:
-        length = self.length(slot)
-        versions = [bisect_right(self.published, start + i * TOKEN) - 1 for i in range(length)]
-        ids, log_probs = np.ones(length, np.int32), np.full(length, -1.0, np.float32)
-        return Result(slot, ids, log_probs, np.ones(length, np.bool_), np.array(versions, np.int32), "stop")
+        self.workers.run(until)
+        for result in self.workers.answers:
+            self.boxes.pop(result.slot, self.answers).append(result)
+        self.workers.answers.clear()
 
     def submit(self, requests: list[Request], prompts: DataProto | None = None) -> None:
         with self.clock.changed:
             now = self.clock.now()
             self.run(now)
-            self.dispatcher.submit(requests, now)
-            self.assign(now)
+            self.workers.submit(requests, now)
             self.clock.changed.notify_all()
 
     def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
@@ -219,16 +191,14 @@ class SimulatedRollout:
 
     def cancel(self, slots: list[Slot]) -> None:
         with self.clock.changed:
-            self.dispatcher.cancel(slots, self.clock.now())
-            for slot in slots:
-                self.begun.pop(slot, None)
+            self.workers.cancel(slots, self.clock.now())
             self.answers = [answer for answer in self.answers if answer.slot not in slots]
 
     def publish(self, version: int) -> None:
         with self.clock.changed:
-            assert version == len(self.published)
+            assert version == len(self.workers.published)
             self.run(self.clock.now())
-            self.published.append(self.clock.now())
+            self.workers.publish(self.clock.now())
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -237,7 +207,7 @@ class SimulatedRollout:
         return {}
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, len(self.published) - 1, 0, 0, 0)
+        return EngineStats(0, 0, len(self.workers.published) - 1, 0, 0, 0)
 
 
 class SimulatedTrainer:
@@ -312,7 +282,7 @@ def simulate(
         loop.fit()
         assert len(simulated.ends) == steps
         seconds = (simulated.ends[-1] - simulated.ends[0]) / (steps - 1)
-        return seconds, 1 - simulated.trained / rollout.sampled
+        return seconds, 1 - simulated.trained / rollout.workers.sampled
 
 
 RUNS = [

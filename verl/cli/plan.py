@@ -20,6 +20,7 @@ _EPILOG = """\
   verl plan my.yaml --gpus 8 --memory 80GB              on eight GPUs of 80 GiB each
   verl plan my.yaml --gpus 8 --memory 80GB --tflops 400 --bandwidth 2000
   verl plan my.yaml --lengths 200,600                   with prompts and responses of these lengths, not the longest
+  verl plan my.yaml --simulate runs/first               step time of every schedule, as measured in a run
 
 No weight is loaded. The exit code is 1 where the run does not fit, else 0. See docs/planning.md.
 """
@@ -44,6 +45,17 @@ def add(commands: Commands) -> None:
     )
     plan.add_argument("--tflops", type=_number, metavar="X", help="that a process attains in training, not measured")
     plan.add_argument("--bandwidth", type=_number, metavar="GB/s", help="that a process reads memory with")
+    plan.add_argument(
+        "--simulate",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="step time of every trainer.mode and more rollout workers, simulated; with lengths and speeds of a run, "
+        "or else those planned and long-tailed lengths",
+    )
+    plan.add_argument(
+        "--workers", type=_counts, metavar="N,...", help="rollout workers to simulate (default: 1, 2 and 4 times these)"
+    )
     plan.add_argument("--json", action="store_true", help="everything as JSON")
     plan.set_defaults(command=_plan)
 
@@ -60,6 +72,12 @@ def _lengths(text: str) -> tuple[int, int]:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of tokens such as 200,600")
     return int(found[1]), int(found[2])
+
+
+def _counts(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers of workers such as 1,2,4")
+    return [int(word) for word in text.split(",")]
 
 
 def _number(text: str) -> float:
@@ -82,8 +100,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl.diagnostics.plan_time import batch_words, calibrate, given, stages_of
     from verl.models.facts import read_facts
     from verl.run_dir import json_line
+    from verl.tracking.runs import find_run
 
     source, overrides = settings(arguments.words)
+    if source is None and arguments.simulate:
+        source = str(find_run(arguments.simulate).config)
     if source is None and not overrides:
         raise ConfigError("there is no configuration to plan", None, "verl plan my.yaml [key=value ...]")
     if (arguments.tflops is None) != (arguments.bandwidth is None):
@@ -109,6 +130,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         return plan, processes(config, plan, model, critic, lengths, memory // max(count, 1))
 
     plan, found = of(config)
+    if arguments.simulate:  # what a run has measured needs nothing else
+        return _print_simulated(*_simulated(config, plan, arguments), arguments.json)
     words = list(batch_words(config, plan, lengths))
     fits = needed(found) <= (1 - SPARE) * memory
     advice: list[str] | None = []
@@ -122,6 +145,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         rows = min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n)
         speed = calibrate(model, device, config.model.dtype, rows, plan.groups[0].threads)
     stages = stages_of(config, plan, model, critic, lengths, speed) if speed else []
+    if arguments.simulate is not None:
+        if speed is None:
+            fix = "give --tflops and --bandwidth, or --simulate RUN"
+            raise ConfigError("no speed to simulate with: there is no GPU to measure", None, fix)
+        return _print_simulated(*_simulated(config, plan, arguments, stages, lengths, speed), arguments.json)
     subject = source or "the given settings"
     if arguments.json:
         told = [asdict(process) | {"peak": process.peak, "peak_stage": process.peak_stage} for process in found]
@@ -133,6 +161,70 @@ def _plan(arguments: argparse.Namespace) -> int:
     _print_time(stages, speed.source if speed else None)
     _print_verdict(needed(found), memory, fits, advice, bool(gpus))
     return int(not fits)
+
+
+def _simulated(
+    config: Config, plan: Plan, arguments: argparse.Namespace, stages: Any = (), lengths: Any = None, speed: Any = None
+) -> tuple[Any, list[int], str]:
+    """The setting, the numbers of rollout workers to try, and where the figures are from."""
+    from verl.diagnostics.doctor import config_of
+    from verl.diagnostics.simulate import Setting, drawn_from, long_tailed, measure
+    from verl.tracking.runs import find_run
+
+    n, places = config.rollout.n, config.rollout.max_num_seqs
+    workers = sum(spec.count for spec in plan.rollout) or plan.groups[0].count
+    longest = config.data.max_response_length
+    if arguments.simulate:
+        run = find_run(arguments.simulate)
+        measured = measure(run, config_of(run) or config)
+        drawn, token, training = measured.lengths, measured.token, measured.training
+        source = f"measured in {measured.steps} step{'s'[: measured.steps > 1]} of {run.path}"
+    else:
+        token = speed.decode_step(min(-(-config.data.train_batch_size * n // workers), places))
+        training = sum(stage.seconds for stage in stages if stage.name != "rollout")
+        mean = lengths.response if arguments.lengths else longest / 4
+        drawn, source = long_tailed(mean, longest), f"{speed.source}; lengths log-normal"
+    setting = Setting(
+        config.data.train_batch_size, n, workers, places, token, training, drawn_from(drawn), max(longest, *drawn)
+    )
+    mean = sum(drawn) / len(drawn)
+    rows = config.data.train_batch_size * n
+    words = (
+        f"{rows} responses a step of {min(drawn)} to {max(drawn)} tokens (mean {mean:.0f}); "
+        f"{places} places a worker, {token * 1e3:.3g} ms a token in each; {training:.3g} s of a step beside sampling "
+        f"({source})"
+    )
+    return setting, arguments.workers or [workers, 2 * workers, 4 * workers], words
+
+
+def _print_simulated(setting: Any, workers: list[int], words: str, json: bool) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from verl.diagnostics.simulate import table
+    from verl.run_dir import json_line
+
+    found = table(setting, workers)
+    if json:
+        rows = {label: [asdict(cell) for cell in row] for label, row in found.items()}
+        print(json_line({"setting": words, "workers": workers, "schedules": rows}))
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(words, markup=False)
+    many = [f"{count} worker{'s'[: count > 1]}" for count in workers]
+    shown = Table("trainer.mode", *many, title="Seconds of a step, simulated", title_justify="left")
+    for column in shown.columns:
+        column.no_wrap = True
+    for label, row in found.items():
+        cells = [_short(p.seconds) + (f" ({p.waste:.0%} waste)" if p.waste > 0.005 else "") for p in row]
+        shown.add_row(label, *cells)
+    console.print(shown)
+    console.print(
+        "rollout workers of their own, with hardware of their own; a token takes as long with few as with many"
+    )
+    return 0
 
 
 def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], found: list[Process]) -> None:

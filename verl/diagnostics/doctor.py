@@ -53,7 +53,7 @@ def of_folder(
     run_dir: RunDir, steps: Sequence[dict[str, Any]], events: Sequence[EventRecord], machine: Machine | None = None
 ) -> Evidence:
     return Evidence(
-        config=_config_of(run_dir),
+        config=config_of(run_dir),
         steps=steps,
         events=events,
         samples=_samples_of(run_dir),
@@ -62,7 +62,7 @@ def of_folder(
     )
 
 
-def _config_of(run_dir: RunDir) -> Config | None:
+def config_of(run_dir: RunDir) -> Config | None:
     """None of a run of another kind, or where another version wrote what this one cannot read."""
     tree = read_config(run_dir)[1]
     if tree is None or schema_of(tree) is not None:
