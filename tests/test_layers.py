@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     "errors": 0,
+    "atomic": 0,
     "run_dir": 0,
     "user_code": 0,
     "config": 0,

@@ -170,8 +170,8 @@ def test_truncate_cuts_metrics_samples_and_temporary_files(tmp_path: Path) -> No
     run.metrics.write_text("\n".join(map(line, range(8))) + '\n{"step": 8, "lo')
     for step in range(9):
         run.samples(step).write_text("{}\n")
-    (run.samples_dir / ".step_000008.jsonl.123-0.tmp").touch()
-    (run.path / ".report.html.123-4.tmp").touch()
+    (run.samples_dir / ".step_000008.jsonl.partial-01234567").touch()
+    (run.path / ".report.html.partial-89abcdef").touch()
     run.dump(8).parent.mkdir()
     (run.dump(8).parent / f".{run.dump(8).name}.partial-0a1b2c3d").touch()
     run.log_event("worker_died", step=8)

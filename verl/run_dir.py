@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import logging
 import math
@@ -22,13 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.atomic import PARTIAL, atomic_write, partial_name
 from verl.errors import VerlError
 
 logger = logging.getLogger(__name__)
 
 _STEP_NAME = re.compile(r"step_(\d+)")
-_TEMPORARY = re.compile(r"\..+\.\d+-\d+\.tmp|\..+\.partial-[0-9a-f]+")
-_temporary_number = itertools.count()
+_TEMPORARY = re.compile(r"\..+" + re.escape(PARTIAL) + "[0-9a-f]+")
 
 
 # --- text and JSON that no model output can break -------------------------------------------------------------------
@@ -114,20 +113,10 @@ def write_atomic(path: Path | str, text: str) -> None:
 
 
 def _write_bytes_atomic(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_temporary_number)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with atomic_write(path) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise VerlError(
             f"cannot write {path.name}", f"{path} ({error.strerror})", "free space there, or choose another folder"
         ) from error
@@ -265,7 +254,7 @@ class RunDir:
         Raises:
             VerlError: it cannot be made or written.
         """
-        probe = self.path / f".probe.{os.getpid()}-{next(_temporary_number)}.tmp"
+        probe = partial_name(self.path / "probe")
         try:
             self.samples_dir.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)

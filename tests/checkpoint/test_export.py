@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from safetensors.torch import load_file
 from verl.checkpoint.export import export_hf
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.errors import CheckpointError
-from verl.protocol import files
 from verl.protocol.files import write_safetensors
 
 EMBED = torch.linspace(-3, 3, 40).view(8, 5)
@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_nothing(checkpoint: Checkpoint, tmp_path: Path, monk
     def fail(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(CheckpointError, match="No space left"):
         export_hf(checkpoint, tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}

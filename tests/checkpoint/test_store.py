@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from verl import atomic
+from verl.atomic import PARTIAL
 from verl.checkpoint import store as store_module
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.store import Checkpoint, CheckpointStore, PendingCheckpoint
@@ -244,13 +246,13 @@ def test_b138_b145_disk_full_at_any_byte(tmp_path: Path, monkeypatch: pytest.Mon
     store = CheckpointStore(tmp_path, keep_last=1)
     save(store, 1)
     probe = FullDisk(10**9)
-    monkeypatch.setattr(files, "open", probe.open, raising=False)
+    monkeypatch.setattr(atomic, "open", probe.open, raising=False)
     save(CheckpointStore(tmp_path / "probe"), 2)
     total = 10**9 - probe.left
     shutil.rmtree(tmp_path / "probe")
     assert total > 6000
     for limit in {0, 1, total - 1, *range(0, total, 499)}:
-        monkeypatch.setattr(files, "open", FullDisk(limit).open, raising=False)
+        monkeypatch.setattr(atomic, "open", FullDisk(limit).open, raising=False)
         with pytest.raises(CheckpointError, match="No space left") as caught:
             save(store, 2)
         assert str(tmp_path) in str(caught.value) and "free space" in str(caught.value)
@@ -269,7 +271,7 @@ def test_failing_system_calls_leave_the_old_one(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(*((files.os, "fsync") if call == "fsync" else (Path, "rename")), fail)
+    monkeypatch.setattr(*((os, "fsync") if call == "fsync" else (Path, "rename")), fail)
     for step in (1, 2):
         with pytest.raises(CheckpointError, match="Read-only file system") as caught:
             save(store, step)
@@ -283,7 +285,7 @@ def test_a_failed_replacement_puts_the_old_one_back(tmp_path: Path, monkeypatch:
     save(store, 1)
 
     def rename(path: Path, target: Path) -> None:
-        if files.PARTIAL in path.name and "replaced" not in path.name:
+        if PARTIAL in path.name and "replaced" not in path.name:
             raise OSError(5, "Input/output error")
         os.rename(path, target)
 

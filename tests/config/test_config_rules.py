@@ -190,7 +190,7 @@ def test_validation_sampling_is_its_own():
     assert again.validation_sampling.logit_bias == {11: -5.0}
     error = refused("rollout.val_kwargs.min_new_tokens=513")
     assert "data.max_response_length" in error.what and error.value == "513 > 512"
-    assert "never negative" in refused("rollout.val_kwargs.logit_bias={-1: 2}").what
+    assert "at least 0" in refused("rollout.val_kwargs.logit_bias={-1: 2}").what
     assert refused("rollout.val_kwargs.logit_bias={x: 2}").what.startswith("rollout.val_kwargs.logit_bias")
 
 

@@ -106,7 +106,7 @@ def test_a_failed_conversion_leaves_nothing(file, own_cache):
 
 def test_halves_of_killed_writers_are_swept_up_later(file, own_cache):
     own_cache.mkdir(parents=True)
-    old, new = own_cache / ".k.arrow.aa.tmp", own_cache / ".k.arrow.bb.tmp"
+    old, new = own_cache / ".k.arrow.partial-aa", own_cache / ".k.arrow.partial-bb"
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (time.time() - 2 * cache.ABANDONED_AFTER,) * 2)

@@ -181,9 +181,9 @@ def test_the_wire_keeps_every_array():
     import io
 
     sent = io.BytesIO()
-    workers._send(sent, part)
+    workers._send(sent, workers._encode(part))
     sent.seek(0)
-    back = workers._decode(json.loads(sent.readline()), sent.read)
+    back = workers._decode(json.loads(sent.readline()))
     for name in workers._ARRAYS:
         ours, theirs = getattr(part, name), getattr(back, name)
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)

@@ -48,7 +48,7 @@ GSM8K_TEST = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "t
     ],
 )  # fmt: skip
 def test_gsm8k_strict(response, truth, score):
-    assert gsm8k(response, truth, {}) == score
+    assert gsm8k(response, truth) == score
 
 
 @pytest.mark.parametrize(
@@ -62,17 +62,17 @@ def test_gsm8k_strict(response, truth, score):
     ],
 )  # fmt: skip
 def test_gsm8k_flexible(response, truth, score):
-    assert gsm8k(response, truth, {}, method="flexible") == score
+    assert gsm8k(response, truth, method="flexible") == score
 
 
 def test_gsm8k_format_score_and_refusals():
-    assert gsm8k("#### 3", "4", {}, format_score=0.1) == 0.1
-    assert gsm8k("no answer", "4", {}, format_score=0.1) == 0.0
-    assert gsm8k("#### 4", 4, {}) == 1.0 and gsm8k("#### 4", "6 - 2 = 4\n#### 4", {}) == 1.0
+    assert gsm8k("#### 3", "4", format_score=0.1) == 0.1
+    assert gsm8k("no answer", "4", format_score=0.1) == 0.0
+    assert gsm8k("#### 4", 4) == 1.0 and gsm8k("#### 4", "6 - 2 = 4\n#### 4") == 1.0
     with pytest.raises(RewardError, match="not a number"):
-        gsm8k("#### 4", "four", {})
+        gsm8k("#### 4", "four")
     with pytest.raises(RewardError, match="no such method"):
-        gsm8k("#### 4", "4", {}, method="loose")
+        gsm8k("#### 4", "4", method="loose")
 
 
 @pytest.mark.skipif(not GSM8K_TEST.exists(), reason="GSM8K is not at hand")
@@ -82,11 +82,11 @@ def test_every_gsm8k_solution_scores_on_its_own_truth_only():
     truths = [answer.split("#### ")[1].replace(",", "") for answer in answers]
     assert len(answers) == 1319
     for i, answer in enumerate(answers):
-        assert gsm8k(answer, truths[i], {}) == 1.0, answer
-        assert gsm8k(answer, truths[i], {}, method="flexible") == 1.0
+        assert gsm8k(answer, truths[i]) == 1.0, answer
+        assert gsm8k(answer, truths[i], method="flexible") == 1.0
         other = truths[(i + 1) % len(truths)]
         if other != truths[i]:
-            assert gsm8k(answer, other, {}) == 0.0
+            assert gsm8k(answer, other) == 0.0
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,8 +108,8 @@ def test_false_equality_of_tiny_values():
 )
 def test_endless_digits_are_bounded_in_time(digits):
     start = time.perf_counter()
-    assert gsm8k(f"#### {digits}", "9", {}) == 0.0
-    gsm8k(digits, "9", {}, method="flexible")
+    assert gsm8k(f"#### {digits}", "9") == 0.0
+    gsm8k(digits, "9", method="flexible")
     assert time.perf_counter() - start < 2.0
 
 
@@ -117,7 +117,7 @@ def test_throughput_of_gsm8k():
     text = "Let me think. 16 - 3 - 4 = 9 eggs, which sell for 9 * 2 = $18.\n" * 5 + "#### 18"
     start = time.perf_counter()
     for _ in range(5000):
-        gsm8k(text, "18", {})
+        gsm8k(text, "18")
     assert 5000 / (time.perf_counter() - start) > 5000  # about ten times that on a quiet core
 
 
@@ -130,7 +130,7 @@ def test_throughput_of_gsm8k():
     ],
 )  # fmt: skip
 def test_exact_match(response, truth, score):
-    assert exact_match(response, truth, {}) == score
+    assert exact_match(response, truth) == score
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_last_box(text, content):
     ],
 )  # fmt: skip
 def test_boxed(response, truth, score):
-    assert boxed(response, truth, {}) == score
+    assert boxed(response, truth) == score
 
 
 ENTRY = {"task": "chain_sum", "question": "4 - 1 =", "answer": "3", "metadata": "{}", "options": "{}"}
@@ -228,7 +228,7 @@ def test_number_needs_a_number_as_truth() -> None:
     ],
 )  # fmt: skip
 def test_the_answer_that_was_read_has_one_spelling(rule, response, answer):
-    assert rule(response, "7", {})["pred"] == answer
+    assert rule(response, "7")["pred"] == answer
 
 
 def test_the_answer_to_a_reasoning_gym_problem():

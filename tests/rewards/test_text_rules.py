@@ -11,7 +11,7 @@ from verl.rewards.rules import RULES
 
 
 def score(rule: str, response: str, truth: object = "", **options) -> float:
-    return RULES[rule](response_text=response, ground_truth=truth, extra_info={}, **options)["score"]
+    return RULES[rule](response_text=response, ground_truth=truth, **options)["score"]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,16 @@ class Denominators:
         return cls(sum(shard.tokens for shard in shards), sum(shard.rows for shard in shards), fixed.pop())
 
 
+LOSS_AGGREGATIONS: dict[str, Callable[[Denominators], float]] = {
+    "token-mean": lambda d: max(d.tokens, 1),
+    "seq-mean-token-sum": lambda d: max(d.rows, 1),
+    "seq-mean-token-mean": lambda d: max(d.rows, 1),
+    "seq-mean-token-sum-norm": lambda d: max(d.rows, 1) * d.max_response_length,
+    "token-sum": lambda d: 1,
+}
+"""What the sum of the token losses (``seq-mean-token-mean``: of the rows' means) is divided by."""
+
+
 def count_denominators(response_mask: Tensor, max_response_length: float) -> Denominators:
     """Count a whole mini-batch (or a shard of it, for `Denominators.combine`).
 
@@ -86,7 +96,9 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, denominators: De
     """
     if mode not in LOSS_AGGREGATIONS:
         raise ValueError(f"loss_agg_mode {mode!r}, expected one of {', '.join(LOSS_AGGREGATIONS)}")
-    return LOSS_AGGREGATIONS[mode](token_loss, mask, denominators)
+    by_row = mode == "seq-mean-token-mean"
+    total = masked_mean(token_loss, mask, dim=-1).sum() if by_row else masked_sum(token_loss, mask)
+    return total / LOSS_AGGREGATIONS[mode](denominators)
 
 
 def loss_metric(loss: Tensor, mask: Tensor, denominators: Denominators) -> Metric:
@@ -97,32 +109,3 @@ def loss_metric(loss: Tensor, mask: Tensor, denominators: Denominators) -> Metri
     after merging several steps their mean. A NaN loss shows: it is not skipped.
     """
     return Metric(loss.detach().double(), mask.bool().sum().double() / max(denominators.tokens, 1))
-
-
-def _token_mean(token_loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    return masked_sum(token_loss, mask) / max(denominators.tokens, 1)
-
-
-def _seq_mean_token_sum(token_loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    return masked_sum(token_loss, mask) / max(denominators.rows, 1)
-
-
-def _seq_mean_token_mean(token_loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    return masked_mean(token_loss, mask, dim=-1).sum() / max(denominators.rows, 1)
-
-
-def _seq_mean_token_sum_norm(token_loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    return masked_sum(token_loss, mask) / (max(denominators.rows, 1) * denominators.max_response_length)
-
-
-def _token_sum(token_loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    return masked_sum(token_loss, mask)
-
-
-LOSS_AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
-    "token-mean": _token_mean,
-    "seq-mean-token-sum": _seq_mean_token_sum,
-    "seq-mean-token-mean": _seq_mean_token_mean,
-    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
-    "token-sum": _token_sum,
-}

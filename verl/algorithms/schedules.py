@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from verl.config.schema_losses import ScheduleConfig
 from verl.config.schema_roles import ActorConfig, OptimConfig
@@ -60,38 +59,38 @@ def warmup_steps(total_steps: int, config: OptimConfig) -> int:
     return int(config.lr_warmup_steps_ratio * total_steps + 1e-9)  # 0.29 * 100 is 28.999999999999996
 
 
-def _constant(progress: float) -> float:
-    return 1.0
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
 
 
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-SHAPES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
-
-
-class Schedule(Protocol):
-    """A coefficient over the run.
+class Schedule:
+    """A coefficient over the run; this one never moves by itself, and remembers nothing.
 
     Attributes:
         metric: the step's metric that it is told after each step; None: it needs none.
     """
 
-    @property
-    def metric(self) -> str | None: ...
-    def value(self, step: int, total_steps: int) -> float: ...
-    def update(self, measured: float, samples: int) -> None: ...
-    def state_dict(self) -> dict[str, float]: ...
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
+    metric: str | None = None
+
+    def value(self, step: int, total_steps: int) -> float:
+        """Of one training step."""
+        raise NotImplementedError
+
+    def update(self, measured: float, samples: int) -> None:
+        """Told the metric after a training step, and the number of its responses."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over such a state."""
 
 
 @dataclass(frozen=True)
-class Course:
+class Course(Schedule):
     """From ``start`` to ``end`` along a shape of ``step / total_steps``; ``constant`` stays at the start.
 
     Nothing is remembered: a user who changed the configured numbers and resumed meant it.
@@ -100,22 +99,27 @@ class Course:
     start: float
     end: float = 0.0
     shape: str = "constant"
-    metric: None = None
 
     def value(self, step: int, total_steps: int) -> float:
         return self.end + (self.start - self.end) * SHAPES[self.shape](min(step / total_steps, 1.0))
 
-    def update(self, measured: float, samples: int) -> None:
-        """Nothing to do: the course is fixed."""
+
+class Moving(Schedule):
+    """A coefficient that is steered, and checkpointed."""
+
+    coef: float
+
+    def value(self, step: int, total_steps: int) -> float:
+        return self.coef
 
     def state_dict(self) -> dict[str, float]:
-        return {}
+        return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to take over."""
+        self.coef = float(state.get("coef", self.coef))  # none: the checkpoint's schedule was a fixed course
 
 
-class Adaptive:
+class Adaptive(Moving):
     """Steers a metric towards a target: ``coef *= 1 + sign * rate * clip(measured / target - 1, -1, 1)`` after each
     training step, held within [low, high].
 
@@ -129,23 +133,14 @@ class Adaptive:
         self._step = sign * config.rate
         self._low, self._high = config.bounds(start)
 
-    def value(self, step: int, total_steps: int) -> float:
-        return self.coef
-
     def update(self, measured: float, samples: int) -> None:
         """Tell the step's value of the metric. One that is not finite moves nothing."""
         if math.isfinite(measured):
             error = min(max(measured / self._target - 1.0, -1.0), 1.0)
             self.coef = min(max(self.coef * (1.0 + self._step * error), self._low), self._high)
 
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = float(state.get("coef", self.coef))  # none: the checkpoint's schedule was a fixed course
-
-
-class AdaptiveKLController:
+class AdaptiveKLController(Moving):
     """Moves the coefficient towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon`` after each step.
@@ -167,21 +162,12 @@ class AdaptiveKLController:
                 raise ConfigError(f"algorithm.kl_ctrl.{name} must be above 0 for the adaptive controller", value)
         self.coef, self.target, self.horizon = coef, target, horizon
 
-    def value(self, step: int, total_steps: int) -> float:
-        return self.coef
-
     def update(self, measured: float, samples: int) -> None:
         """Tell the step's mean KL and its number of responses. A KL that is not finite moves nothing."""
         if math.isfinite(measured):
             error = min(max(measured / self.target - 1.0, -0.2), 0.2)
             # The floor matters above 4.5 horizons a step only, where the factor would go to 0 and below.
             self.coef *= max(1.0 + error * samples / self.horizon, 0.1)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = float(state.get("coef", self.coef))  # none: the checkpoint's schedule was a fixed course
 
 
 def kl_schedule(config: KlControlConfig) -> Schedule:

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from verl.atomic import atomic_write, partial_name, sync
 from verl.checkpoint.manifest import checkpoint_errors
 from verl.checkpoint.store import Checkpoint
 from verl.errors import CheckpointError
-from verl.protocol.files import atomic_write, partial_name, sync, write_safetensors_lazily
+from verl.protocol.files import write_safetensors_lazily
 
 WEIGHTS = "actor/model.safetensors"
 HF_FOLDER = "actor/hf"

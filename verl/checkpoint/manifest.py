@@ -16,9 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl import __version__
+from verl.atomic import atomic_write
 from verl.errors import CheckpointError, DataError
 from verl.protocol import codec
-from verl.protocol.files import FileRecord, advice, atomic_write, crc32_of
+from verl.protocol.files import FileRecord, advice, crc32_of
 
 MANIFEST = "manifest.json"
 _FORMAT = "verl.checkpoint/1"

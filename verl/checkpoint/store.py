@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from verl.atomic import PARTIAL, atomic_write, partial_name, sync
 from verl.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -44,16 +45,7 @@ from verl.config.names import did_you_mean
 from verl.errors import CheckpointError
 from verl.protocol import codec
 from verl.protocol.codec import Tree
-from verl.protocol.files import (
-    PARTIAL,
-    FileRecord,
-    atomic_write,
-    crc32_of,
-    partial_name,
-    read_safetensors,
-    sync,
-    write_safetensors,
-)
+from verl.protocol.files import FileRecord, crc32_of, read_safetensors, write_safetensors
 
 _STEP = re.compile(r"step_([0-9]+)")
 _REPLACED = re.compile(r"\.(step_[0-9]+)\.replaced" + re.escape(PARTIAL) + r"[0-9a-f]+")

@@ -81,6 +81,20 @@ class Takes:
     words: str
 
 
+def also(**spellings: Any) -> BeforeValidator:
+    """Other values that a field takes for one of its own: ``also(cuda="gpu")``, several of them as a tuple."""
+
+    def read(value: Any) -> Any:
+        for own, others in spellings.items():
+            for other in others if isinstance(others, tuple) else (others,):
+                # By identity, but for text: True is no 1, as bare words of YAML 1.1 are read (on, off, false).
+                if value is other or (isinstance(value, str) and value == other):
+                    return own
+        return value
+
+    return BeforeValidator(read)
+
+
 def acts(where: str) -> dict[str, Any]:
     """For ``Field(json_schema_extra=...)``: where a field acts that does not act where its section does."""
     return {"acts_in": where}

@@ -1,9 +1,10 @@
-"""The reference of all keys as Markdown, made from the schema: docs/configuration.md."""
+"""The reference of all keys as Markdown, made from the schema: docs/configuration.md. reference.md begins it."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from verl.config.aliases import ALIASES, GLOBAL_MICRO_BATCH, PREFIXES, VERL_DEFAULTS
 from verl.config.base import Section
@@ -14,28 +15,6 @@ from verl.config.overlays import presets
 from verl.config.schema_supervised import COMMANDS, SftConfig
 from verl.config.text import one_line
 
-_INTRO = """\
-# Configuration
-
-<!-- Made from the schema by `make docs`: change the fields in verl/config instead. -->
-
-A run is configured by keys in sections. Values come from four places, each winning over those before it:
-
-1. the defaults below;
-2. presets: `verl train --preset grpo ...`;
-3. a YAML file: `verl train my.yaml ...`;
-4. the command line: `rollout.n=8`; lists are written `[a, b]`, mappings `{a: 1}`, nothing is `null`.
-
-`${section.key}` in a value stands for the value of another key; nothing in a configuration runs code or reads the
-environment. `verl config show my.yaml rollout.n=8` prints what a command line comes to, with the origin of every value,
-`verl config explain KEY` says of one key what stands here, and `verl config diff A B` compares files, runs and presets.
-
-Batch sizes have three units: `data.train_batch_size` and `ppo_mini_batch_size` count prompts,
-`ppo_micro_batch_size_per_gpu` counts responses on one rank, `ppo_max_token_len_per_gpu` counts tokens.
-
-In italics: where a section's keys, or one of them, act; the stage of a run first, then the role or part.
-"""
-
 
 def reference() -> str:
     """The whole page."""
@@ -44,7 +23,7 @@ def reference() -> str:
     overlays = ((_code(name), about) for name, about in presets().items())
     return "\n".join(
         [
-            _INTRO,
+            Path(__file__).with_suffix(".md").read_text(encoding="utf-8"),
             "## Presets\n",
             _table(("preset", "what it is"), overlays),
             *map(_section, ordered),

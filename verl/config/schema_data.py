@@ -21,6 +21,7 @@ from verl.config.base import (
     Tokens,
     Unit,
     acts,
+    also,
     check_entries,
 )
 from verl.config.schema_sandbox import SandboxConfig
@@ -28,19 +29,14 @@ from verl.config.schema_shaping import SHAPING, LengthNormalizationConfig, Overl
 
 RESERVED_NAMES = ("score", "acc", "pred", "answer")  # keys of a reward function's result that mean something
 
-_DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "torch.float32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-    "torch.float16": "float16",
-}
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],
+    also(
+        float32=("fp32", "float", "torch.float32"),
+        bfloat16=("bf16", "torch.bfloat16"),
+        float16=("fp16", "half", "torch.float16"),
+    ),
+]
 
 
 def check_some_files(value: list[str]) -> list[str]:
@@ -165,9 +161,7 @@ class ModelConfig(Section):
     path: str = Field(min_length=1)
     """Model alias (smollm2-135m), Hugging Face folder, GGUF file, or hub id."""
     tokenizer_path: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the model's own.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", json_schema_extra=acts("wherever a model computes: trainer and engine")
-    )
+    dtype: Dtype = Field("bfloat16", json_schema_extra=acts("wherever a model computes: trainer and engine"))
     """Compute type of trainer and engine alike; master weights are always float32."""
     fp16: Fp16Config = Field(default_factory=Fp16Config, description="Loss scale of float16.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model or tokenizer.")
@@ -175,11 +169,6 @@ class ModelConfig(Section):
         False, json_schema_extra=acts("update: backward passes of actor and critic")
     )
     """Recompute activations in the backward pass: less memory, about a third more time."""
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _dtype_names(cls, value: Any) -> Any:
-        return _DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 class CustomRewardConfig(Section):

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
-from verl.config.base import FieldProblem, Number, Prompts, Responses, Section, Share, Steps, Takes, Tokens, Unit, acts
+from verl.config.base import (
+    FieldProblem,
+    Number,
+    Prompts,
+    Responses,
+    Section,
+    Share,
+    Steps,
+    Takes,
+    Tokens,
+    Unit,
+    acts,
+    also,
+)
 from verl.config.names import did_you_mean
 from verl.config.schema_losses import ClipScheduleConfig, PolicyLossConfig, ScheduleConfig
 
-_STRATEGIES = {"fsdp": "fsdp2"}
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 
@@ -32,10 +44,7 @@ KlType = Annotated[
 ]
 
 
-def _betas(value: tuple[float, float]) -> tuple[float, float]:
-    if not all(0 <= beta < 1 for beta in value):
-        raise FieldProblem("each beta must be at least 0 and below 1", "for example [0.9, 0.999]")
-    return value
+Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -55,7 +64,7 @@ class OptimConfig(Section):
     """wsd: training steps of the decay at the end; null: a tenth of all steps."""
     min_lr_ratio: Share = Field(0.0, ge=0, le=1, description="Where linear, cosine and wsd end, as a share of lr.")
     weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay (AdamW).")
-    betas: Annotated[tuple[Number, Number], AfterValidator(_betas)] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of Adam's first and second moment."""
     eps: Number = Field(1e-8, gt=0, description="Added to the root of Adam's second moment.")
     decay_norms_and_biases: bool = False
@@ -79,7 +88,9 @@ class ActorConfig(Section):
     world_size: Annotated[int, Unit("ranks")] | None = Field(None, ge=1, json_schema_extra=acts("start: the workers"))
     """Processes that train together, of actor, critic and reference alike; null: one for each GPU of trainer.nnodes x
     trainer.n_gpus_per_node, one on a CPU."""
-    strategy: Literal["replicate", "fsdp2"] = Field("replicate", json_schema_extra=acts("start: the workers"))
+    strategy: Annotated[Literal["replicate", "fsdp2"], also(fsdp2="fsdp")] = Field(
+        "replicate", json_schema_extra=acts("start: the workers")
+    )
     """What each of several ranks holds of actor and critic: all, or its share of weights, gradients and optimizer state
     (fsdp2, with layers gathered while they compute)."""
     reshard_after_forward: bool = True
@@ -133,23 +144,12 @@ class ActorConfig(Section):
     loss_scale_factor: Annotated[float, Unit("tokens")] | None = Field(None, gt=0)
     """Fixed divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length."""
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="Which policy loss.")
-    prefix_sharing: Literal["auto", "on", "off"] = "auto"
+    prefix_sharing: Annotated[Literal["auto", "on", "off"], also(on=True, off=False)] = "auto"
     """Compute a group's prompt once per micro-batch; auto: when it saves work."""
     recompute_old_log_probs: Literal["auto", "always", "never"] = Field(
         "auto", json_schema_extra=acts("process: old log-probs")
     )
     """Pass that recomputes old log-probs with the trainer; auto: only where the engine's are not exact."""
-
-    @field_validator("strategy", mode="before")
-    @classmethod
-    def _strategy_names(cls, value: Any) -> Any:
-        return _STRATEGIES.get(value, value) if isinstance(value, str) else value
-
-    @field_validator("prefix_sharing", mode="before")
-    @classmethod
-    def _yaml_on_off(cls, value: Any) -> Any:
-        # YAML 1.1 reads the bare words on and off as booleans.
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     @property
     def clip_low(self) -> float:

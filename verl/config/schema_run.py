@@ -26,19 +26,14 @@ from verl.config.base import (
     TopK,
     Unit,
     acts,
+    also,
 )
 from verl.config.problems import Problem
 from verl.config.schema_alarms import AlarmsConfig
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
 
-TokenId = Annotated[int, Unit("token ids")]
-
-
-def no_negative_id(value: Any) -> Any:
-    if any(token < 0 for token in value):
-        raise FieldProblem("a token id is never negative", "leave the negative id out")
-    return value
+TokenId = Annotated[int, Field(ge=0), Unit("token ids")]
 
 
 class ValSamplingConfig(Section):
@@ -64,8 +59,6 @@ class ValSamplingConfig(Section):
     """Responses do not end before so many tokens, by end token, stop id or stop text."""
     do_sample: bool | None = None
     """false: greedy whatever the temperature; null: sample when the temperature is above 0."""
-
-    _no_negative_bias = field_validator("logit_bias")(no_negative_id)
 
     @property
     def greedy(self) -> bool:
@@ -140,8 +133,6 @@ class RolloutConfig(Section):
         if "" in value:
             raise FieldProblem("an empty stop text would end every response at once", "leave the empty text out")
         return value
-
-    _no_negative_stop = field_validator("stop_token_ids")(no_negative_id)
 
 
 class KlControlConfig(Section):
@@ -291,7 +282,7 @@ class TrainerConfig(Section):
     """Training steps, whatever total_epochs says; null: total_epochs decides."""
     nnodes: Annotated[int, Unit("machines")] = Field(1, ge=1, json_schema_extra=acts("start: the workers"))
     """Machines that train."""
-    n_gpus_per_node: Annotated[int, Unit("GPUs")] | Literal["auto"] = Field(
+    n_gpus_per_node: Annotated[int, Field(ge=0), Unit("GPUs")] | Literal["auto"] = Field(
         "auto", json_schema_extra=acts("start: the workers")
     )
     """GPUs used on each machine, 0 included; auto: those that it has."""
@@ -305,7 +296,7 @@ class TrainerConfig(Section):
     """Spread rows over ranks by their tokens; false: in order, the same number on each rank."""
     critic_warmup: Steps = Field(0, ge=0, json_schema_extra=acts("update: the actor"))
     """First training steps in which only the critic learns."""
-    resume_mode: Literal["auto", "disable", "resume_path"] = Field(
+    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also(disable=False)] = Field(
         "auto", json_schema_extra=acts("start: the checkpoint to go on from")
     )
     """auto: go on from the run folder's latest checkpoint, if any; disable: start anew; resume_path: from
@@ -319,7 +310,9 @@ class TrainerConfig(Section):
     """The run folder itself; null: runs/<experiment_name>."""
     log_val_generations: Responses = Field(3, ge=0, json_schema_extra=acts("validation"))
     """Sampled responses shown at each validation."""
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=acts("start: the workers"))
+    device: Annotated[Literal["auto", "cpu", "cuda"], also(cuda="gpu")] = Field(
+        "auto", json_schema_extra=acts("start: the workers")
+    )
     """Where models compute; auto: GPUs if the machine has any."""
     seed: Seed = Field(
         1, ge=0, lt=2**63, json_schema_extra=acts("everything random: data order, sampling, initial values")
@@ -369,20 +362,3 @@ class TrainerConfig(Section):
                 f"trainer.keep_best: a step has both a checkpoint (trainer.save_freq={save}) and {metric} "
                 f"(trainer.test_freq={test}) only {rare}"
             )
-
-    @field_validator("n_gpus_per_node")
-    @classmethod
-    def _gpu_count(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise FieldProblem("must be auto or at least 0", "use auto, 0 for no GPU, or the number of GPUs")
-        return value
-
-    @field_validator("device", mode="before")
-    @classmethod
-    def _gpu_is_cuda(cls, value: Any) -> Any:
-        return "cuda" if value == "gpu" else value
-
-    @field_validator("resume_mode", mode="before")
-    @classmethod
-    def _disable_is_not_false(cls, value: Any) -> Any:
-        return "disable" if value is False else value

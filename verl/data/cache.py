@@ -13,13 +13,12 @@ import errno
 import hashlib
 import json
 import mmap
-import os
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verl.atomic import PARTIAL, atomic_write
 from verl.errors import DataError
 from verl.models.model_cache import cache_root
 from verl.run_dir import write_atomic
@@ -106,25 +105,18 @@ def _open(folder: Path, key: str) -> tuple[list[str], mmap.mmap] | None:
 
 def _make(folder: Path, key: str, write: Callable[[Any], list[str]]) -> None:
     _sweep(folder)
-    temporary = folder / f".{key}.{secrets.token_hex(4)}.tmp"
+    file = folder / f"{key}.arrow"
     try:
-        with temporary.open("xb") as file:
-            columns = write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        note = {"fingerprint": fingerprint(temporary), "columns": columns}
-        temporary.replace(folder / f"{key}.arrow")
-        write_atomic(folder / f"{key}.json", json.dumps(note))
+        with atomic_write(file) as opened:
+            columns = write(opened)
+        write_atomic(folder / f"{key}.json", json.dumps({"fingerprint": fingerprint(file), "columns": columns}))
     except OSError as error:
         raise _unwritable(folder, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _sweep(folder: Path) -> None:
     """Remove what killed writers left half done."""
-    for path in folder.glob(".*.tmp"):
+    for path in folder.glob(f".*{PARTIAL}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
                 path.unlink()

@@ -14,7 +14,7 @@ import numpy as np
 from verl.config import DataConfig
 from verl.data.cache import data_cache
 from verl.data.prepare import CHUNK, Prepared, digest, kinds_of
-from verl.data.rows import BadRow, PromptRow
+from verl.data.rows import SHOWN_ROWS, BadRow, PromptRow, too_many_bad
 from verl.data.sources import RowSource, open_source
 from verl.data.workers import prepare_all
 from verl.errors import DataError
@@ -23,7 +23,6 @@ from verl.protocol import DataProto
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHOWN_ROWS = 5
 IDS_IN_MEMORY = 2**26  # bytes of token ids; more of them go to an unnamed file that is mapped
 
 
@@ -190,12 +189,8 @@ class _Parts:
         read = self.count + len(self.bad) + (self.over if config.filter_overlong_prompts else 0)
         allowed = 0.0 if config.on_bad_row == "error" else config.max_skipped_fraction
         if len(self.bad) > allowed * read:
-            shown = "".join(f"\n    {row}" for row in self.bad[:SHOWN_ROWS])
-            more = f"\n    and {len(self.bad) - SHOWN_ROWS} more" if len(self.bad) > SHOWN_ROWS else ""
-            fix = "correct or remove these rows"
-            if config.on_bad_row == "skip":
-                fix += f", or raise data.max_skipped_fraction (now {config.max_skipped_fraction:g})"
-            raise DataError(f"{len(self.bad)} of {read} rows in {key} cannot be used.", shown + more, fix)
+            raised = f"data.max_skipped_fraction (now {config.max_skipped_fraction:g})"
+            raise too_many_bad(self.bad, read, key, raised if config.on_bad_row == "skip" else None)
         limit = config.max_prompt_length
         if config.filter_overlong_prompts and not self.count:
             raise DataError(

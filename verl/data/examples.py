@@ -21,9 +21,9 @@ import torch
 from verl.config.names import did_you_mean
 from verl.config.schema_supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
 from verl.data.conversations import Conversation, Renderer, UnusableError
-from verl.data.dataset import SHOWN_ROWS, TokenRows, TokenStore
+from verl.data.dataset import TokenRows, TokenStore
 from verl.data.files import expand_files
-from verl.data.rows import BadRow, prompt_problem
+from verl.data.rows import SHOWN_ROWS, BadRow, prompt_problem, too_many_bad
 from verl.data.tables import open_tables
 from verl.errors import DataError
 from verl.protocol import DataProto
@@ -342,13 +342,7 @@ def _examples(
 
 def _check(config: SupervisedDataConfig, key: str, read: int, bad: list[BadRow], over: list[str], count: int) -> None:
     if len(bad) > config.max_skipped_fraction * read:
-        shown = "".join(f"\n    {row}" for row in bad[:SHOWN_ROWS])
-        more = f"\n    and {len(bad) - SHOWN_ROWS} more" if len(bad) > SHOWN_ROWS else ""
-        raise DataError(
-            f"{len(bad)} of {read} rows in {key} cannot be used.",
-            shown + more,
-            f"correct or remove these rows, or raise data.max_skipped_fraction (now {config.max_skipped_fraction:g})",
-        )
+        raise too_many_bad(bad, read, key, f"data.max_skipped_fraction (now {config.max_skipped_fraction:g})")
     if over and config.truncation == "error":
         raise DataError(
             f"{len(over)} of {read} examples in {key} are longer than data.max_length={config.max_length} tokens.",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from verl.atomic import atomic_write, partial_name
 from verl.errors import DataError
 from verl.run_dir import json_line
 
@@ -28,7 +27,7 @@ def check_writable(paths: Iterable[Path], endings: Sequence[str] = OUTPUT_ENDING
             raise DataError(f"The output is a {kinds} file.", path, f"name it {path.stem or 'data'}{endings[0]}")
         if path.is_dir():
             raise DataError("The output file is a folder.", path, "give the name of a file")
-        probe = _temporary(path)
+        probe = partial_name(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             probe.touch(exist_ok=False)
@@ -52,33 +51,23 @@ def write_rows(make: Callable[[], Iterable[Row]], path: Path) -> int:
     Raises:
         DataError: the file cannot be written, or a parquet column would hold values of several types.
     """
-    temporary = _temporary(path)
+    write = _write_jsonl if path.suffix.lower() == ".jsonl" else _write_parquet
     try:
-        count = (_write_jsonl if path.suffix.lower() == ".jsonl" else _write_parquet)(make, temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with atomic_write(path) as file:
+            return write(make, file)
     except OSError as error:
         raise DataError("A data file cannot be written.", path, error.strerror or str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-
-
-def _write_jsonl(make: Callable[[], Iterable[Row]], path: Path) -> int:
+def _write_jsonl(make: Callable[[], Iterable[Row]], file: BinaryIO) -> int:
     count = 0
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for row in make():
-            file.write(json_line(row) + "\n")
-            count += 1
+    for row in make():
+        file.write(json_line(row).encode() + b"\n")
+        count += 1
     return count
 
 
-def _write_parquet(make: Callable[[], Iterable[Row]], path: Path) -> int:
+def _write_parquet(make: Callable[[], Iterable[Row]], file: BinaryIO) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -93,7 +82,7 @@ def _write_parquet(make: Callable[[], Iterable[Row]], path: Path) -> int:
         schema = pa.schema([])
     count = 0
     try:
-        with pq.ParquetWriter(str(path), schema) as writer:
+        with pq.ParquetWriter(file, schema) as writer:
             for rows in _chunks(make()):
                 writer.write_table(_table(rows, schema))
                 count += len(rows)

@@ -22,6 +22,8 @@ from verl.errors import DataError
 
 Messages = list[dict[str, Any]]
 
+SHOWN_ROWS = 5  # in a message
+
 TRUTH_COLUMNS = ("ground_truth", "label", "answer", "solution")
 PROMPT_COLUMNS = ("prompt", "question", "input", "messages", "query", "instruction", "problem")
 CONVENTION_COLUMNS = frozenset({"prompt", "data_source", "reward_model", "extra_info", "ability"})
@@ -77,6 +79,14 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{self.file}, {self.where}: {self.reason}"
+
+
+def too_many_bad(bad: Sequence[BadRow], read: int, key: str, limit: str | None) -> DataError:
+    """That more rows of those ``read`` are bad than may be; ``limit``: the setting that allows more, if one does."""
+    shown = "".join(f"\n    {row}" for row in bad[:SHOWN_ROWS])
+    more = f"\n    and {len(bad) - SHOWN_ROWS} more" if len(bad) > SHOWN_ROWS else ""
+    fix = "correct or remove these rows" + (f", or raise {limit}" if limit else "")
+    return DataError(f"{len(bad)} of {read} rows in {key} cannot be used.", shown + more, fix)
 
 
 def check_columns(path: Path, columns: Sequence[str], config: DataConfig) -> None:

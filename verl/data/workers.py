@@ -7,6 +7,7 @@ input ends, also when its parent was killed.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ def prepare_all(
             part = worker.hear()
             if i + count < len(chunks):
                 worker.tell(chunks[i + count])
-            yield _decode(part, worker.read)
+            yield _decode(part)
 
 
 class _Worker:
@@ -127,13 +128,6 @@ class _Worker:
             raise DataError(*answer["error"])
         return answer
 
-    def read(self, size: int) -> bytes:
-        assert self._process.stdout is not None
-        data = self._process.stdout.read(size)
-        if len(data) < size:
-            raise self._gone()
-        return data
-
     def _give_up(self) -> None:
         self._stuck = True
         self._process.kill()
@@ -150,24 +144,20 @@ class _Worker:
         return DataError("A process that prepares data died.", "; ".join([ended, *said[-1:]]), fix)
 
 
-def _decode(answer: dict[str, Any], read: Any) -> Prepared:
-    arrays = {name: np.frombuffer(read(size), kind) for name, (kind, size) in answer["arrays"].items()}
-    return Prepared(
-        **arrays, names=answer["names"], bad=[BadRow(**row) for row in answer["bad"]], kinds=answer["kinds"]
-    )
+def _decode(answer: dict[str, Any]) -> Prepared:
+    arrays = {name: np.frombuffer(base64.b64decode(text), kind) for name, (kind, text) in answer["arrays"].items()}
+    bad = [BadRow(**row) for row in answer["bad"]]
+    return Prepared(**arrays, names=answer["names"], bad=bad, kinds=answer["kinds"])
 
 
-def _send(out: IO[bytes], part: Prepared) -> None:
+def _encode(part: Prepared) -> dict[str, Any]:
     arrays = {name: getattr(part, name) for name in _ARRAYS}
-    header = {
-        "arrays": {name: [array.dtype.str, array.nbytes] for name, array in arrays.items()},
-        "names": part.names,
-        "bad": [asdict(row) for row in part.bad],
-        "kinds": part.kinds,
-    }
-    out.write(json.dumps(header).encode() + b"\n")
-    for array in arrays.values():
-        out.write(array.tobytes())
+    texts = {name: [array.dtype.str, base64.b64encode(array.tobytes()).decode()] for name, array in arrays.items()}
+    return {"arrays": texts, "names": part.names, "bad": [asdict(row) for row in part.bad], "kinds": part.kinds}
+
+
+def _send(out: IO[bytes], answer: dict[str, Any]) -> None:
+    out.write(json.dumps(answer).encode() + b"\n")
     out.flush()
 
 
@@ -187,17 +177,14 @@ def work(commands: IO[bytes], out: IO[bytes]) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"], trust_remote_code=job["trusted"])
-        out.write(b"{}\n")
-        out.flush()
+        _send(out, {})
         for line in commands:
             start, stop = json.loads(line)
-            _send(out, prepare(source, start, stop, config, tokenizer))
+            _send(out, _encode(prepare(source, start, stop, config, tokenizer)))
     except BrokenPipeError:
         return
     except DataError as error:
-        answer: list[Any] = [error.what, None if error.value is None else str(error.value), error.fix]
-        out.write(json.dumps({"error": answer}).encode() + b"\n")
-        out.flush()
+        _send(out, {"error": [error.what, None if error.value is None else str(error.value), error.fix]})
 
 
 if __name__ == "__main__":

@@ -282,28 +282,23 @@ def union_tensor_dict(left: TensorDictBase, right: TensorDictBase) -> TensorDict
             "the two sides of a union differ in their number of rows",
             f"{tuple(left.batch_size)} and {tuple(right.batch_size)}",
         )
-    merged = dict(left.items())
-    for name, tensor in right.items():
-        if name in merged and not same(merged[name], tensor):
-            raise _conflict(name)
-        merged.setdefault(name, tensor)
+    merged = _merged(dict(left.items()), dict(right.items()))
     return TensorDict(merged, batch_size=left.batch_size)
 
 
 def union_numpy_dict(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Columns of both; NaN equals NaN. Raises DataError naming a key with different values."""
+    return _merged(left, right)
+
+
+def _merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(left)
     for name, column in right.items():
         if name in merged and not same(merged[name], column):
-            raise _conflict(name)
+            what = f"both sides of a union have a column '{name}', with different values"
+            raise DataError(what, fix="pop or rename one of them first")
         merged.setdefault(name, column)
     return merged
-
-
-def _conflict(name: str) -> DataError:
-    return DataError(
-        f"both sides of a union have a column '{name}', with different values", fix="pop or rename one of them first"
-    )
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

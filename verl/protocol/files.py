@@ -1,4 +1,4 @@
-"""Files that are complete or absent: atomic writing, safetensors, and trees in one file.
+"""Files that are complete or absent: safetensors, and trees in one file.
 
 The safetensors layout (https://github.com/huggingface/safetensors, format section) is a
 little-endian u64 header length, a JSON header, and the tensors' bytes without gaps. It is written
@@ -9,29 +9,25 @@ Files are read by the library.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
 import os
-import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from verl.atomic import atomic_write
 from verl.errors import DataError
 from verl.protocol import codec
 from verl.protocol.codec import DTYPE_CODES, Tree
 from verl.protocol.wire import array_over, tensor_over
-
-PARTIAL = ".partial-"
-"""In the name of every file or directory that is not complete yet."""
 
 _BLOCK = 4 << 20
 _TREE_KEY = "tree.json"
@@ -45,43 +41,6 @@ class FileRecord:
 
     size: int
     crc32: int
-
-
-def partial_name(path: Path) -> Path:
-    """A fresh hidden name beside ``path`` for something that is being written."""
-    return path.with_name(f".{path.name}{PARTIAL}{secrets.token_hex(4)}")
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of ``path`` when the block ends without an error.
-
-    Synced before the rename, and the directory after it; on any error the temporary file is removed.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    partial = partial_name(path)
-    try:
-        with open(partial, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Force a file or directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def crc32_of(path: Path, start: int = 0) -> int:

@@ -26,11 +26,7 @@ def extract_code(response_text: str) -> str:
 
 
 def code(
-    response_text: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    partial: bool = False,
-    sandbox: SandboxConfig | None = None,
+    response_text: str, ground_truth: Any, partial: bool = False, sandbox: SandboxConfig | None = None
 ) -> dict[str, Any]:
     """1 if the program of the response passes all tests, else 0.
 

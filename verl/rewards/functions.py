@@ -97,8 +97,11 @@ class RuleReward(Reward):
 
     def _begun(self, rule: Rule, told: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> Pending:
         options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs
+        asks = accepts(rule, "extra_info")
         made = [
-            calls.Call({"response_text": text, "ground_truth": truth, "extra_info": extra, **options})
+            calls.Call(
+                {"response_text": text, "ground_truth": truth, **({"extra_info": extra} if asks else {}), **options}
+            )
             for text, _, truth, extra in told
         ]
         name = rule.__name__

@@ -1,9 +1,10 @@
 """Built-in reward rules.
 
-Each is ``rule(response_text, ground_truth, extra_info, **options) -> {"score": float, "pred": str | None}``: what it
-scores, and the answer that it read, in one spelling for equal answers (majorities are counted by it). An answer that
-cannot be found scores 0: the model did not give one. Raising is for what is no fault of the model (a ground truth that
-is not a number, a row without the columns that the rule needs); the scorer counts that and leaves the row unscored.
+Each is ``rule(response_text, ground_truth, **options) -> {"score": float, "pred": str | None}``, with ``extra_info``
+among the options where it takes it: what it scores, and the answer that it read, in one spelling for equal answers
+(majorities are counted by it). An answer that cannot be found scores 0: the model did not give one. Raising is for what
+is no fault of the model (a ground truth that is not a number, a row without the columns that the rule needs); the
+scorer counts that and leaves the row unscored.
 """
 
 from __future__ import annotations
@@ -38,13 +39,7 @@ Rule = Callable[..., dict[str, Any]]
 LONGEST_ANSWER = 200  # characters; what is longer is scored as it is, and is a text rather than an answer
 
 
-def gsm8k(
-    response_text: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    method: str = "strict",
-    format_score: float = 0.0,
-) -> dict[str, Any]:
+def gsm8k(response_text: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0) -> dict[str, Any]:
     """1 if the answer equals the ground truth as a number, else 0.
 
     The answer is what follows the last ``####``: a number, with an optional ``$``, thousands separators, unit after a
@@ -67,7 +62,7 @@ def gsm8k(
     return _graded(1.0 if answer == truth else format_score, answer)
 
 
-def number(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+def number(response_text: str, ground_truth: Any) -> dict[str, Any]:
     """1 if the last number of the response equals the ground truth, else 0 ("9 + 9 is 18." answers 18)."""
     answer = last_number(response_text)
     return _graded(answer == _truth_number(ground_truth), answer)
@@ -95,14 +90,14 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def exact_match(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+def exact_match(response_text: str, ground_truth: Any) -> dict[str, Any]:
     """1 if the whole response is the ground truth (or one of a list of them) after :func:`normalise`, else 0."""
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     answer = normalise(response_text)
     return _graded(answer in {normalise(str(truth)) for truth in truths}, answer)
 
 
-def boxed(response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+def boxed(response_text: str, ground_truth: Any) -> dict[str, Any]:
     r"""1 if the content of the last ``\boxed{...}`` equals the ground truth, else 0; no box, no answer.
 
     Equal means: the same number ("0.5", "1/2", "\frac{1}{2}" and "\frac12" are), or the same text without white space.
@@ -125,9 +120,7 @@ def _truth_text(ground_truth: Any) -> str:
     return truth
 
 
-def math(
-    response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, method: str = "strict"
-) -> dict[str, Any]:
+def math(response_text: str, ground_truth: Any, method: str = "strict") -> dict[str, Any]:
     r"""1 if the last ``\boxed{...}`` says what the ground truth says, else 0: :mod:`verl.rewards.maths`.
 
     Args:

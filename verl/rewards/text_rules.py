@@ -47,9 +47,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def multiple_choice(
-    response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, choices: int = 10
-) -> dict[str, Any]:
+def multiple_choice(response_text: str, ground_truth: Any, choices: int = 10) -> dict[str, Any]:
     r"""1 if the letter that the response chooses is the ground truth's, else 0; case does not count.
 
     The choice is the letter in the last ``\boxed{}``, else in the last ``<answer>``, else behind the last "answer is",
@@ -74,9 +72,7 @@ def multiple_choice(
     return {"score": float(letter == truth[1].upper()), "pred": letter}
 
 
-def regex(
-    response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, pattern: str | None = None
-) -> dict[str, Any]:
+def regex(response_text: str, ground_truth: Any, pattern: str | None = None) -> dict[str, Any]:
     """1 if ``pattern`` is found in the response, else 0; with a group: if the last match's group is the ground truth.
 
     Args:
@@ -100,12 +96,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise RewardError(f"The regular expression cannot be read: {error}", pattern, "correct it") from error
 
 
-def json_schema(
-    response_text: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    schema: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def json_schema(response_text: str, ground_truth: Any, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """1 if the response is JSON that the schema allows, else 0, with the first ``error``.
 
     The JSON is the content of the last ``<answer>``, else of the last fenced block, else the whole response.
@@ -147,12 +138,7 @@ def _validator(schema: str) -> Any:
     return kind(parsed, registry=jsonschema_specifications.REGISTRY)  # its default fetches what a $ref names
 
 
-def format_tags(
-    response_text: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    tags: Sequence[str] = ("think", "answer"),
-) -> dict[str, Any]:
+def format_tags(response_text: str, ground_truth: Any, tags: Sequence[str] = ("think", "answer")) -> dict[str, Any]:
     """1 if the response is ``<think>...</think><answer>...</answer>`` and nothing else, each tag once, else 0."""
     at, text = 0, response_text.strip()
     for tag in tags:
@@ -166,12 +152,7 @@ def format_tags(
 
 
 def length(
-    response_text: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    least: int = 0,
-    most: int | None = None,
-    slack: int = 0,
+    response_text: str, ground_truth: Any, least: int = 0, most: int | None = None, slack: int = 0
 ) -> dict[str, Any]:
     """1 for ``least`` to ``most`` words, else 0; with ``slack`` the score falls to 0 over so many words beyond."""
     words = len(response_text.split())
@@ -179,9 +160,7 @@ def length(
     return {"score": 1.0 if not outside else max(0.0, 1 - outside / (slack + 1)), "words": words}
 
 
-def repetition(
-    response_text: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, n: int = 3
-) -> dict[str, Any]:
+def repetition(response_text: str, ground_truth: Any, n: int = 3) -> dict[str, Any]:
     """Minus the share of the response's ``n``-word sequences that occurred before in it: 0 (none) to almost -1."""
     words = response_text.casefold().split()
     total = len(words) - n + 1
