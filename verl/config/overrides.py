@@ -125,7 +125,7 @@ def read_text(text: str, source: Source) -> list[Setting]:
     except OmegaConfBaseException as error:
         complaint = str(error).splitlines()[0]
         raise ConfigError(f"{source}: {complaint}", None, _INTERPOLATION_FIX) from error
-    except OSError:
+    except (OSError, AssertionError):
         tree = None  # how OmegaConf refuses what is neither a mapping nor a list
     except _ODD_VALUES as error:
         raise ConfigError(f"{source} cannot be read: {error}", None, "write plain YAML values, without tags") from error

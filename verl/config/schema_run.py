@@ -176,7 +176,7 @@ class FilterGroupsConfig(Section):
     def _metric_names(cls, value: Any) -> Any:
         if value == "seq_final_reward":
             raise FieldProblem("rewards after KL are not known when groups are filtered", "use seq_reward")
-        return {None: "score", "seq_reward": "score"}.get(value, value)
+        return "score" if value in (None, "seq_reward") else value
 
 
 class AlgorithmConfig(Section):

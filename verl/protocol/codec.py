@@ -36,6 +36,7 @@ Tree = Any
 """None, bool, int, float, str, bytes, torch.Tensor, numpy array or scalar, or list, tuple, dict of trees."""
 
 _PLAIN = {str, int, bool, type(None)}
+_MAX_TEXT_BYTES = 1 << 30  # of an array of fixed-width text, whose width a few bytes could make anything
 _MAX_INT_DIGITS = 4000  # beyond, Python refuses to read the number back from text
 
 
@@ -197,7 +198,7 @@ class _Decoder:
 
     def _strings(self, spec: Any) -> np.ndarray:
         dtype, shape, items = spec
-        if np.dtype(dtype).kind != "U":
+        if np.dtype(dtype).kind != "U" or np.dtype(dtype).itemsize * len(items) > _MAX_TEXT_BYTES:
             raise DataError("the JSON part does not follow VeRL's encoding", dtype)
         return np.array(items, dtype=dtype).reshape(shape)
 

@@ -207,8 +207,8 @@ def _same_parts(gold: str, answer: str) -> bool | None:
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
     """The kind (brackets, ``\\cup``, or nothing for a bare list) and the parts; None where there are no parts."""
-    if "\\cup" in text:
-        return "\\cup", _split(text, r"\\cup(?![a-z])")
+    if len(united := _split(text, r"\\cup(?![a-z])")) > 1:
+        return "\\cup", united
     inner, kind = text, ""
     for opening, closing in ((r"\{", r"\}"), *((o, c) for o in "([" for c in ")]")):
         end = len(text) - len(closing)
@@ -329,8 +329,10 @@ def _is_nothing(expression: Any) -> bool:
 def _numeric(expression: Any) -> Any:
     """To 30 digits, where it is a number; else None."""
     if getattr(expression, "is_number", False) and not getattr(expression, "is_infinite", False):
-        value = expression.evalf(30)
-        return value if value.is_Number or value.is_number else None
+        from sympy import UnevaluatedExpr
+
+        value = expression.replace(UnevaluatedExpr, lambda inner: inner).evalf(30)  # what a % is
+        return value if abs(value).is_Number else None
     return None
 
 
