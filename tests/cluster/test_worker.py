@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.start import start_workers
-from verl.cluster.threads import available_cores, process_threads, worker_environment
+from verl.cluster.threads import MALLOC, available_cores, process_threads, worker_environment
 from verl.cluster.worker import Worker, choose_device, limits_of
 from verl.config import Config, build_config
 from verl.errors import CheckpointError, ClusterError, ConfigError
@@ -240,6 +244,29 @@ def test_several_machines_are_refused_and_several_ranks_inline(tiny_model_dir: P
     ):
         pass
     assert caught.value.value == f"wanted {4 * cores} CPU, available {cores}"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+@pytest.mark.parametrize("own", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
+def test_freed_memory_of_a_worker_stays_with_it(own: dict[str, str]) -> None:
+    """Unless the user has a word of their own about it: 64 MB cost page faults each time, not only the first."""
+    code = """
+import ctypes, resource
+from verl.cluster.threads import set_environment
+set_environment(1)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_void_p], [ctypes.c_size_t]
+faults = []
+for _ in range(3):
+    memory = libc.malloc(2**26)
+    ctypes.memset(memory, 1, 2**26)
+    libc.free(memory)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[2] - faults[1])
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in MALLOC} | own
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 1000) == (not own)
 
 
 def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

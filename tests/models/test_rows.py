@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,17 @@ from toy_models import random_lm
 from transformers.pytorch_utils import Conv1D
 
 from verl.models import rows
-from verl.models.rows import ALL_ROWS, BLOCK, IN_BLOCKS, PACKED, RowRule, apply_row_rule, choose_row_rule, linear_rows
+from verl.models.rows import (
+    ALL_ROWS,
+    BLOCK,
+    IN_BLOCKS,
+    PACKED,
+    PACKED_BLOCK,
+    RowRule,
+    apply_row_rule,
+    choose_row_rule,
+    linear_rows,
+)
 
 
 def test_padded() -> None:
@@ -143,3 +155,30 @@ def test_conv1d_is_probed_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rows, "_keeps_bits", lambda weight, *_: shapes.append(tuple(weight.shape)) or True)
     assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4), nn.Linear(8, 4))).proven
     assert shapes == [(4, 8), (2, 4)]  # (out, in), each shape once
+
+
+def test_many_rows_are_computed_at_once_where_that_has_the_bits_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a shape decides, unless it is zeros, which any order of sums gives."""
+    x, weight = (torch.randint(1, 4, (count, 64)).bfloat16() for count in (2048, 128))  # whose sums are exact
+    calls: list[tuple[str, int]] = []
+
+    def counted(name: str, off: float) -> Callable[..., Tensor]:
+        def compute(x: Tensor, weight: Tensor, bias: object, rule: RowRule) -> Tensor:
+            calls.append((name, x.shape[0]))
+            return x @ weight.T + off * (x.shape[0] > PACKED_BLOCK)
+
+        return compute
+
+    for off, expected in ((0.0, "whole"), (1.0, "blocks")):
+        monkeypatch.setattr(rows, "_compute", {})
+        monkeypatch.setattr(rows, "_at_once", counted("whole", off))
+        monkeypatch.setattr(rows, "_at_once_packed", counted("packed", off))
+        with torch.no_grad():
+            for times, inputs in enumerate((torch.zeros_like(x), x, x)):
+                calls.clear()
+                assert torch.equal(linear_rows(inputs, weight, None, PACKED), inputs @ weight.T), times
+        assert calls == ([("whole", 2048)] if expected == "whole" else [("packed", PACKED_BLOCK)] * 16)
+        with torch.no_grad():
+            calls.clear()
+            linear_rows(x[:1016], weight, None, PACKED)  # too few results to tell
+        assert calls == [("packed", PACKED_BLOCK)] * 7 + [("packed", 120)]

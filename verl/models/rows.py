@@ -5,7 +5,8 @@ make a row's result independent of its neighbours:
 
 * ``packed``: the weight is laid out for oneDNN once, by the layout that it wants for a single row, and the layer is
   computed in calls of at most 128 rows. In bfloat16 every such call then adds up alike, on AVX512 and on AMX, and no
-  call lays out the weight again, which takes longer than the product itself while there are few rows.
+  call lays out the weight again, which takes longer than the product itself while there are few rows. Many rows are
+  computed in one call where that is seen to give the same bits.
 * ``multiple``: row counts are padded to a multiple of 8. Enough for float32 under MKL's strict reproducible mode
   (``MKL_CBWR=AUTO,STRICT``, which the workers set) and for bfloat16 on AVX512.
 * ``block``: the layer is computed in calls of exactly 64 rows, one kernel for all. For bfloat16 on AMX where there is
@@ -17,7 +18,7 @@ against the trainer says so and old log-probs are computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 BLOCK = 64
 PACKED_BLOCK = 128
+PROOF = 2**17  # results, of which at least ten would differ if they were added up in another order
 PROBE_ROWS = (*range(8, 136, 8), 136, 264, 520, 1032)
 
 
@@ -58,15 +60,53 @@ ALL_ROWS = RowRule()
 IN_BLOCKS = RowRule(multiple=BLOCK, block=BLOCK)
 PACKED = RowRule(block=PACKED_BLOCK, packed=True)
 
+# How products of these shapes are computed, once known.
+_compute: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor | None, RowRule], Tensor]] = {}
+
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
     """``F.linear`` under a row rule: x (..., T, H) with T a multiple of the rule's, weight (O, H) -> (..., T, O)."""
     if rule.block is None:
         return F.linear(x, weight, bias)
-    packed = _packed_weight(weight) if rule.packed else None
-    if packed is not None and x.numel() <= rule.block * x.shape[-1] and not torch.is_grad_enabled():
-        return _linear_packed(x, packed, bias, "none", [], "")
-    return _BlockedLinear.apply(x, weight, bias, rule.block, packed)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        return _BlockedLinear.apply(x, weight, bias, rule)  # type: ignore[no-any-return]
+    if rule.packed and x.numel() <= rule.block * x.shape[-1]:
+        return _linear_packed(x, _packed_weight(weight), bias, "none", [], "")
+    return _many_rows(x.reshape(-1, x.shape[-1]), weight, bias, rule).view(*x.shape[:-1], weight.shape[0])
+
+
+def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+    """(T, H) -> (T, O) in calls of at most ``rule.block`` rows, or in one that was seen to give the same bits.
+
+    One call takes half the time. In which order it adds up depends on shapes and threads alone, so the first product of
+    a shape is computed in both ways and compared. Another order shows in about one of 10,000 results: a small product
+    proves nothing.
+    """
+    if x.shape[0] * weight.shape[0] < PROOF or not rule.packed:
+        return _in_blocks(x, weight, bias, rule)
+    key = (x.shape, x.stride(), weight.shape, weight.stride(), bias is None, torch.get_num_threads(), rule.block)
+    if key in _compute:
+        return _compute[key](x, weight, bias, rule)
+    out = _in_blocks(x, weight, bias, rule)
+    if int(out.count_nonzero()) * 2 > out.numel():
+        ways = (way for way in (_at_once, _at_once_packed) if torch.equal(way(x, weight, bias, rule), out))
+        _compute[key] = next(ways, _in_blocks)
+    return out
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+    assert rule.block is not None
+    call = _at_once_packed if rule.packed else _at_once
+    parts = [call(part, weight, bias, rule) for part in x.split(rule.block)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _at_once_packed(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+    return _linear_packed(x, _packed_weight(weight), bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def _holder(weight: Tensor) -> Tensor:
@@ -91,19 +131,13 @@ def _packed_weight(weight: Tensor) -> Tensor:
 
 
 class _BlockedLinear(torch.autograd.Function):
-    """Blocks in the forward, whole matmuls in the backward: gradients are sums over rows and need no such care."""
+    """The rule in the forward, whole matmuls in the backward: gradients are sums over rows and need no such care."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, block: int, packed: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        parts = x.reshape(-1, x.shape[-1]).split(block)
-        if packed is None:
-            outs = [F.linear(part, weight, bias) for part in parts]
-        else:
-            outs = [_linear_packed(part, packed, bias, "none", [], "") for part in parts]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return _many_rows(x.reshape(-1, x.shape[-1]), weight, bias, rule).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,7 +146,7 @@ class _BlockedLinear(torch.autograd.Function):
         grad_x = (grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         grad_weight = grad.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _RowLinear(nn.Linear):
