@@ -35,6 +35,10 @@ def page(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., RunDi
         line |= {"critic/score/min": 0.0, "critic/score/max": 1.0}
     lines[12]["actor/entropy"] = None
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parts = [("step", 0.0, 10.0), ("gen", 0.0, 6.0), ("update_actor", 6.0, 10.0), ("gen", 6.0, 9.0)]
+    workers = {"main_0": [("update_actor", 6.5, 10.0)], "rollout_1": [("advance", 0.0, 5.0), ("advance", 6.0, 8.0)]}
+    timeline = [{"step": k, "began": 100.0 + 10 * k, "parts": parts, "workers": workers} for k in range(1, 7)]
+    run.timeline.write_text("".join(json.dumps(line) + "\n" for line in timeline))
     return write_report(run)
 
 
@@ -102,6 +106,28 @@ def test_samples_are_filtered_sorted_paged_and_grouped(browser: Chromium, page: 
     assert browser.run("document.querySelectorAll('.sample.group').length") == 0 and browser.run(SHOWN) == 20
     assert browser.run(NO_SIDEWAYS)
     assert quiet(browser, page)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_timeline_draws_every_worker_of_the_last_steps(
+    browser: Chromium, page: Path, width: int, height: int
+) -> None:
+    browser.open(page, width, height)
+    lanes = "[...document.querySelectorAll('.lane')].map((lane) => [...lane.children].map((c) => c.textContent))"
+    texts = browser.run(lanes)
+    assert [(who, note) for who, _, note in texts] == [
+        ("steps", ""), ("controller", ""), ("main_0", "35% busy"), ("rollout_1", "70% busy")
+    ]  # fmt: skip
+    assert texts[0][1] == "".join(f"step {k}: 10.0 s" for k in (3, 4, 5, 6))
+    widths = (
+        "[...document.querySelectorAll('.lane:nth-child(3) rect')].map((rect) => rect.getBoundingClientRect().width)"
+    )
+    drawn = browser.run(widths)
+    assert len(drawn) == 4 and max(drawn) - min(drawn) < 0.1
+    line = browser.run("document.querySelector('.lane:nth-child(3) svg').getBoundingClientRect().width")
+    assert sum(drawn) / line == pytest.approx(0.35, abs=0.01)
+    assert browser.run("byId('timeline-legend').textContent") == "rolloutupdate"
+    assert browser.run(NO_SIDEWAYS) and quiet(browser, page)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

@@ -30,11 +30,22 @@ from verl.tracking.report_config import get, read_config, settings
 from verl.tracking.report_curves import curves
 from verl.tracking.report_samples import ShownSamples, data_block, shown_samples
 from verl.tracking.summary import RunSummary, read_metrics, summarize
+from verl.tracking.timeline import picture, read_timeline
 
 MAX_EVENTS = 500
 
 _PAGE = resources.files("verl.tracking") / "page"
-_SCRIPTS = ("base.js", "charts.js", "curves.js", "samples.js", "tokens.js", "config.js", "compare.js", "main.js")
+_SCRIPTS = (
+    "base.js",
+    "charts.js",
+    "curves.js",
+    "timeline.js",
+    "samples.js",
+    "tokens.js",
+    "config.js",
+    "compare.js",
+    "main.js",
+)
 _ALGORITHMS = {"gae": "PPO", "grpo": "GRPO"}
 
 
@@ -84,6 +95,7 @@ def report_data(run_dir: RunDir, samples: bool = True) -> tuple[dict[str, Any], 
         "notes": _notes(torn, bucket, shown, len(events)),
         "curves": found,
         "about": {name: row.meaning for name in found["metrics"] if (row := row_of(name)) is not None},
+        "timeline": picture(read_timeline(run_dir)),
         "marks": report_health.marks(events),
         "samples": {name: value for name, value in vars(shown).items() if name != "groups"},
         "settings": settings(tree) if tree is not None else [],

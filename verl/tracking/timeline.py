@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, TypeVar
 
+from verl.cluster.profiling import joined
 from verl.run_dir import RunDir, read_jsonl
 
 Spans = Sequence[tuple[str, float, float]]
@@ -126,6 +127,40 @@ def trace(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
             stage = {"cat": STAGE_OF.get(part, "step"), "args": {"step": step}}
             events.append({"ph": "X", "name": what, "pid": pid, "tid": row, **times, **stage})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+SHOWN_STEPS, MARKS = 4, 1000  # of the report's picture: the last steps, and its width in marks
+
+
+def picture(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last steps for the report: who did what when, in seconds from the first of them; {} where nothing is known.
+
+    ``lanes``: of the controller and of each worker a name, how many rows it has, the share of the time in which it
+    computes (of a worker), and its spans as ``[stage, what, row, beginning, end]``. Neighbours too close to be told
+    apart are one span.
+    """
+    lines = lines[-SHOWN_STEPS:]
+    if not lines:
+        return {}
+    windows = [(line.get("began", 0.0) + a, line.get("began", 0.0) + b) for line in lines for a, b in [window(line)]]
+    zero, last = windows[0][0], windows[-1][1]
+    held: dict[str, list[tuple[str, float, float]]] = {"controller": []}
+    for line in lines:
+        offset = line.get("began", 0.0) - zero
+        for name, spans in {"controller": line["parts"], **line.get("workers", {})}.items():
+            kept = [(what, max(offset + a, 0.0), offset + b) for what, a, b in spans if what in STAGE_OF]
+            held.setdefault(name, []).extend(span for span in kept if span[2] > span[1])
+    lanes = []
+    for name, spans in sorted(held.items(), key=lambda lane: (lane[0] != "controller", lane[0])):
+        rows = rows_of(joined(sorted(spans, key=lambda span: span[1]), (last - zero) / MARKS))
+        seconds = sum(end - began for began, end in _covered(spans, 0.0, last - zero))
+        busy = None if name == "controller" else seconds / (last - zero)
+        shown = [[STAGE_OF[what], what, row, round(a, 3), round(b, 3)] for row, (what, a, b) in rows]
+        lanes.append({"name": name, "rows": 1 + max((row for row, _ in rows), default=0), "busy": busy, "spans": shown})
+    steps = [
+        [line["step"], round(a - zero, 3), round(b - zero, 3)] for line, (a, b) in zip(lines, windows, strict=True)
+    ]
+    return {"seconds": last - zero, "steps": steps, "lanes": lanes}
 
 
 Placed = TypeVar("Placed", bound=tuple[Any, ...])

@@ -65,6 +65,7 @@ function showPage() {
   }
   showHead(data);
   pickCurves(data);
+  showTimeline(data.timeline);
   browseSamples(JSON.parse(byId("sample-data").textContent), data.samples);
   showEvents(data);
   showConfig(data);
