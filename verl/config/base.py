@@ -36,7 +36,7 @@ class Section(BaseModel):
     """A frozen group of fields that refuses unknown names, NaN, infinities, and booleans where numbers belong.
 
     Every section says in ``acts_in`` where its fields act (stage, and role or part); a field that acts elsewhere has
-    ``json_schema_extra=acts("...")``. Every number has a unit in its type, such as ``Prompts`` or ``Number``. What a
+    ``**in_stage("...")``. Every number has a unit in its type, such as ``Prompts`` or ``Number``. What a
     field means is its ``description``, or the docstring below it where that is too long for its line.
     """
 
@@ -95,9 +95,9 @@ def also(**spellings: Any) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def acts(where: str) -> dict[str, Any]:
-    """For ``Field(json_schema_extra=...)``: where a field acts that does not act where its section does."""
-    return {"acts_in": where}
+def in_stage(where: str) -> dict[str, Any]:
+    """For ``Field(..., **in_stage(...))``: where a field acts that does not act where its section does."""
+    return {"json_schema_extra": {"acts_in": where}}
 
 
 def check_entries(value: dict[str, Any], schema: type[Section]) -> None:

@@ -85,25 +85,15 @@ def _critic(config: Config) -> _Sizes:
     )
 
 
-def _plan(config: Config, sizes: _Sizes, over: int) -> BatchPlan:
+def plan(config: Config, role: str, over: int | None) -> BatchPlan:
+    """See :meth:`verl.config.schema.Config.actor_batch`; ``role``: actor or critic."""
+    sizes = _actor(config) if role == "actor" else _critic(config)
+    over = over or ranks(config, role) or 1
+    raise_problems(list(_rank_problems(config, sizes, over, known=True)))
     rows = sizes.mini * config.rollout.n
     if sizes.micro is None:
         return BatchPlan(sizes.mini, rows, None, sizes.max_tokens, None, sizes.epochs)
     return BatchPlan(sizes.mini, rows, sizes.micro, None, rows // (sizes.micro * over), sizes.epochs)
-
-
-def actor_plan(config: Config, over: int | None) -> BatchPlan:
-    """See :meth:`verl.config.schema.Config.actor_batch`."""
-    sizes, over = _actor(config), over or ranks(config) or 1
-    raise_problems(list(_rank_problems(config, sizes, over, known=True)))
-    return _plan(config, sizes, over)
-
-
-def critic_plan(config: Config, over: int | None) -> BatchPlan:
-    """See :meth:`verl.config.schema.Config.critic_batch`."""
-    sizes, over = _critic(config), over or ranks(config, "critic") or 1
-    raise_problems(list(_rank_problems(config, sizes, over, known=True)))
-    return _plan(config, sizes, over)
 
 
 def reference_limits(config: Config) -> tuple[int | None, int | None]:

@@ -1,6 +1,8 @@
 """Keys of verl's that this system does not have: those without a meaning here, and those not supported yet.
 
-Both tables stand in foreign.yaml.
+Both tables stand in foreign.json. Keys of the first are accepted and named once at start; those of the second are
+accepted at the values that ask for nothing, and refused at any other: dropping them silently would train something else
+than was asked for.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class NotYet:
     fix: str = "remove it"
 
 
-_TABLE = read_table("foreign.yaml")
+_TABLE = read_table("foreign.json")
 NO_MEANING = [NoMeaning(reason, tuple(patterns)) for reason, patterns in _TABLE["no_meaning"].items()]
 NOT_YET = [NotYet(pattern, **row) for pattern, row in _TABLE["not_yet"].items()]
 

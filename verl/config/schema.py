@@ -136,11 +136,11 @@ class Config(Section):
         Raises:
             ConfigError: the batch sizes do not divide over that many ranks.
         """
-        return batches.actor_plan(self, ranks)
+        return batches.plan(self, "actor", ranks)
 
     def critic_batch(self, ranks: int | None = None) -> BatchPlan:
         """How the critic goes through a batch; arguments and errors as :meth:`actor_batch`."""
-        return batches.critic_plan(self, ranks)
+        return batches.plan(self, "critic", ranks)
 
     def reference_batch(self) -> tuple[int | None, int | None]:
         """Responses and tokens in one forward pass of the reference on one rank; exactly one of them is None."""

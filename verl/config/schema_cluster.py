@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from verl.config.base import FieldProblem, FreeDict, Number, Seconds, Section, StringList, Unit, acts, check_entries
+from verl.config.base import FieldProblem, FreeDict, Number, Seconds, Section, StringList, Unit, check_entries, in_stage
 from verl.config.names import did_you_mean
 from verl.config.problems import Problem
 
@@ -99,9 +99,9 @@ class ClusterConfig(Section):
     kv_cache_gb}}; docs/cluster.md says what each does."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig, description="The pool of each role.")
     start_timeout: Seconds = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")
-    collective_timeout: Seconds = Field(1800.0, gt=0, json_schema_extra=acts("update and process: sums over ranks"))
+    collective_timeout: Seconds = Field(1800.0, gt=0, **in_stage("update and process: sums over ranks"))
     """Seconds that a training rank waits for the others, whose work may take longer than its own."""
-    stall_seconds: Seconds = Field(600.0, gt=0, json_schema_extra=acts("every call to a worker"))
+    stall_seconds: Seconds = Field(600.0, gt=0, **in_stage("every call to a worker"))
     """Seconds without an answer of a worker after which, and after as many again, it is said and written to events.log
     who waits for whom, with the stack of the silent process."""
     dashboard: bool = Field(False, description="Start Ray's dashboard on the loopback interface.")

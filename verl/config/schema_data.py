@@ -20,9 +20,9 @@ from verl.config.base import (
     StringList,
     Tokens,
     Unit,
-    acts,
     also,
     check_entries,
+    in_stage,
 )
 from verl.config.schema_sandbox import SandboxConfig
 from verl.config.schema_shaping import SHAPING, LengthNormalizationConfig, OverlongBufferConfig
@@ -91,46 +91,46 @@ class DataConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the loader of prompts"
 
-    train_files: StringList = Field(json_schema_extra=acts("start: reading the data files"))
+    train_files: StringList = Field(**in_stage("start: reading the data files"))
     """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list, read in the order
     given."""
-    val_files: StringList = Field(default_factory=list, json_schema_extra=acts("start: reading the data files"))
+    val_files: StringList = Field(default_factory=list, **in_stage("start: reading the data files"))
     """Validation files, as train_files; empty: no validation takes place."""
     train_batch_size: Prompts = Field(1024, ge=1, description="Prompts drawn for one training step.")
-    val_batch_size: Prompts | None = Field(None, ge=1, json_schema_extra=acts("validation: the loader of prompts"))
+    val_batch_size: Prompts | None = Field(None, ge=1, **in_stage("validation: the loader of prompts"))
     """Prompts generated at once in validation; null: the whole validation set."""
-    max_prompt_length: Tokens = Field(512, ge=1, json_schema_extra=acts("start: reading the data files"))
+    max_prompt_length: Tokens = Field(512, ge=1, **in_stage("start: reading the data files"))
     """Longest prompt in tokens; what happens to longer ones: truncation."""
-    max_response_length: Tokens = Field(512, ge=1, json_schema_extra=acts("rollout: the engine"))
+    max_response_length: Tokens = Field(512, ge=1, **in_stage("rollout: the engine"))
     """Most tokens that the engine samples for one response."""
     truncation: Literal["error", "left", "right", "middle"] = Field(
-        "error", json_schema_extra=acts("start: reading the data files")
+        "error", **in_stage("start: reading the data files")
     )
     """A prompt longer than max_prompt_length stops the run (error), or loses tokens on that side."""
-    filter_overlong_prompts: bool = Field(False, json_schema_extra=acts("start: reading the data files"))
+    filter_overlong_prompts: bool = Field(False, **in_stage("start: reading the data files"))
     """Leave out prompts longer than max_prompt_length when the files are read, and count them."""
-    prompt_key: str = Field("prompt", min_length=1, json_schema_extra=acts("start: reading the data files"))
+    prompt_key: str = Field("prompt", min_length=1, **in_stage("start: reading the data files"))
     """Column that holds the prompt (messages or text)."""
-    answer_key: str | None = Field(None, json_schema_extra=acts("start: reading the data files"))
+    answer_key: str | None = Field(None, **in_stage("start: reading the data files"))
     """Column that holds the ground truth; null: reward_model.ground_truth of the row."""
-    reward_fn_key: str = Field("data_source", min_length=1, json_schema_extra=acts("rollout: the scorer"))
+    reward_fn_key: str = Field("data_source", min_length=1, **in_stage("rollout: the scorer"))
     """Column by whose value the reward rule is chosen."""
     shuffle: bool = Field(True, description="Draw training prompts in a seeded random order, new in every epoch.")
     seed: Seed | None = Field(None, ge=0, lt=2**63)
     """Seed of the order of training prompts; null: trainer.seed."""
-    train_max_samples: RowLimit = Field(-1, json_schema_extra=acts("start: reading the data files"))
+    train_max_samples: RowLimit = Field(-1, **in_stage("start: reading the data files"))
     """Use only so many training rows, counted after filtering; -1: all."""
-    val_max_samples: RowLimit = Field(-1, json_schema_extra=acts("start: reading the data files"))
+    val_max_samples: RowLimit = Field(-1, **in_stage("start: reading the data files"))
     """Use only so many validation rows, counted after filtering; -1: all."""
     drop_last: bool = Field(True, description="Leave out the last batch of an epoch when it is not full.")
-    chat_template_kwargs: FreeDict = Field(default_factory=dict, json_schema_extra=acts("start: rendering the prompts"))
+    chat_template_kwargs: FreeDict = Field(default_factory=dict, **in_stage("start: rendering the prompts"))
     """Passed on to the tokenizer's chat template, e.g. {enable_thinking: false}."""
-    on_bad_row: Literal["skip", "error"] = Field("skip", json_schema_extra=acts("start: reading the data files"))
+    on_bad_row: Literal["skip", "error"] = Field("skip", **in_stage("start: reading the data files"))
     """A row that cannot be used is left out and listed in the run's skipped.jsonl, or stops the run."""
-    max_skipped_fraction: Share = Field(0.01, ge=0, le=1, json_schema_extra=acts("start: reading the data files"))
+    max_skipped_fraction: Share = Field(0.01, ge=0, le=1, **in_stage("start: reading the data files"))
     """Share of the rows read that may be left out as unusable before the run stops."""
     num_workers: Annotated[int, Unit("processes")] | None = Field(
-        None, ge=0, json_schema_extra=acts("start: rendering the prompts")
+        None, ge=0, **in_stage("start: rendering the prompts")
     )
     """Most processes that render and filter prompts, one for every 20000 rows; 0: none but this one; null: as many as
     there are cores, 8 at most."""
@@ -161,13 +161,11 @@ class ModelConfig(Section):
     path: str = Field(min_length=1)
     """Model alias (smollm2-135m), Hugging Face folder, GGUF file, or hub id."""
     tokenizer_path: str | None = Field(None, description="Folder or hub id of the tokenizer; null: the model's own.")
-    dtype: Dtype = Field("bfloat16", json_schema_extra=acts("wherever a model computes: trainer and engine"))
+    dtype: Dtype = Field("bfloat16", **in_stage("wherever a model computes: trainer and engine"))
     """Compute type of trainer and engine alike; master weights are always float32."""
     fp16: Fp16Config = Field(default_factory=Fp16Config, description="Loss scale of float16.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model or tokenizer.")
-    enable_gradient_checkpointing: bool = Field(
-        False, json_schema_extra=acts("update: backward passes of actor and critic")
-    )
+    enable_gradient_checkpointing: bool = Field(False, **in_stage("update: backward passes of actor and critic"))
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
@@ -317,13 +315,13 @@ class RewardConfig(Section):
     """Equal responses to one prompt are asked about once; false for functions that draw at random."""
     length_normalization: LengthNormalizationConfig = Field(default_factory=LengthNormalizationConfig)
     """Scores divided by a power of the length."""
-    length_penalty: Number = Field(0.0, ge=0, json_schema_extra=acts(SHAPING))
+    length_penalty: Number = Field(0.0, ge=0, **in_stage(SHAPING))
     """Taken off the score of a response of data.max_response_length tokens; shorter in proportion."""
     overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
     """DAPO's penalty near the length limit."""
-    scaling: Literal["none", "batch", "running"] = Field("none", json_schema_extra=acts(SHAPING))
+    scaling: Literal["none", "batch", "running"] = Field("none", **in_stage(SHAPING))
     """Divide scores by their deviation, of the batch or of the whole run so far."""
-    clip: Number | None = Field(None, gt=0, json_schema_extra=acts(SHAPING))
+    clip: Number | None = Field(None, gt=0, **in_stage(SHAPING))
     """Largest size of a score, after all the others; null: any."""
     max_failed_fraction: Share = Field(0.5, ge=0, le=1)
     """Share of a batch's responses that may go unscored (an exception, a timeout) before the run stops."""

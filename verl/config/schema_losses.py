@@ -16,17 +16,7 @@ class PolicyLossConfig(Section):
     acts_in: ClassVar[str] = "update: the actor's loss"
 
     loss_mode: Literal[
-        "vanilla",
-        "decoupled",
-        "gspo",
-        "cispo",
-        "gpg",
-        "geo_mean",
-        "sapo",
-        "clip_cov",
-        "kl_cov",
-        "dppo_tv",
-        "dppo_kl",
+        "vanilla", "decoupled", "gspo", "cispo", "gpg", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"
     ] = "vanilla"
     """Policy loss; vanilla: PPO's clipped surrogate with dual clip. See docs/algorithms.md."""
     path: str | None = Field(None, description="Python file with a policy loss of your own, instead of loss_mode.")

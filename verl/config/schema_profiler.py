@@ -16,17 +16,13 @@ class ProfilerConfig(Section):
 
     acts_in: ClassVar[str] = "the workers, in the steps that are profiled"
 
-    tool: Literal["none", "torch", "nsight"] = Field(
-        "none",
-        description="torch: PyTorch's profiler, a trace for each call; nsight: Nsight Systems, on GPUs over Ray.",
-    )
+    tool: Literal["none", "torch", "nsight"] = "none"
+    """torch: PyTorch's profiler, a trace for each call; nsight: Nsight Systems, on GPUs over Ray."""
     roles: list[Role] = Field(default_factory=list, description="Whose work is profiled; none named: all of it.")
-    steps: list[Annotated[Steps, Field(ge=1)]] = Field(
-        default_factory=lambda: [2], description="Training steps that are profiled; the first one also warms up."
-    )
-    memory: bool = Field(
-        False, description="On a GPU also a page with all allocations of each profiled call (tool torch)."
-    )
+    steps: list[Annotated[Steps, Field(ge=1)]] = Field(default_factory=lambda: [2])
+    """Training steps that are profiled; the first one also warms up."""
+    memory: bool = False
+    """On a GPU also a page with all allocations of each profiled call (tool torch)."""
 
     @field_validator("tool", mode="before")
     @classmethod

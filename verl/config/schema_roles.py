@@ -17,8 +17,8 @@ from verl.config.base import (
     Takes,
     Tokens,
     Unit,
-    acts,
     also,
+    in_stage,
 )
 from verl.config.names import did_you_mean
 from verl.config.schema_losses import ClipScheduleConfig, PolicyLossConfig, ScheduleConfig
@@ -85,11 +85,11 @@ class ActorConfig(Section):
 
     acts_in: ClassVar[str] = "update: the actor"
 
-    world_size: Annotated[int, Unit("ranks")] | None = Field(None, ge=1, json_schema_extra=acts("start: the workers"))
+    world_size: Annotated[int, Unit("ranks")] | None = Field(None, ge=1, **in_stage("start: the workers"))
     """Processes that train together, of actor, critic and reference alike; null: one for each GPU of trainer.nnodes x
     trainer.n_gpus_per_node, one on a CPU."""
     strategy: Annotated[Literal["replicate", "fsdp2"], also(fsdp2="fsdp")] = Field(
-        "replicate", json_schema_extra=acts("start: the workers")
+        "replicate", **in_stage("start: the workers")
     )
     """What each of several ranks holds of actor and critic: all, or its share of weights, gradients and optimizer state
     (fsdp2, with layers gathered while they compute)."""
@@ -146,9 +146,7 @@ class ActorConfig(Section):
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="Which policy loss.")
     prefix_sharing: Annotated[Literal["auto", "on", "off"], also(on=True, off=False)] = "auto"
     """Compute a group's prompt once per micro-batch; auto: when it saves work."""
-    recompute_old_log_probs: Literal["auto", "always", "never"] = Field(
-        "auto", json_schema_extra=acts("process: old log-probs")
-    )
+    recompute_old_log_probs: Literal["auto", "always", "never"] = Field("auto", **in_stage("process: old log-probs"))
     """Pass that recomputes old log-probs with the trainer; auto: only where the engine's are not exact."""
 
     @property

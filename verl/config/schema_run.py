@@ -25,8 +25,8 @@ from verl.config.base import (
     Tokens,
     TopK,
     Unit,
-    acts,
     also,
+    in_stage,
 )
 from verl.config.problems import Problem
 from verl.config.schema_alarms import AlarmsConfig
@@ -206,11 +206,11 @@ class AlgorithmConfig(Section):
     """gae: shift and scale the batch's advantages to mean 0 and deviation 1."""
     bootstrap_truncated: bool = False
     """gae: a response cut at its limit goes on with the critic's value of its end; false: it counts as finished."""
-    mask_truncated: bool = Field(False, json_schema_extra=acts("update: actor and critic"))
+    mask_truncated: bool = Field(False, **in_stage("update: actor and critic"))
     """Overlong filtering: responses cut at their limit count in their group, and train nothing."""
-    use_kl_in_reward: bool = Field(False, json_schema_extra=acts("process: the KL penalty in the reward"))
+    use_kl_in_reward: bool = Field(False, **in_stage("process: the KL penalty in the reward"))
     """Subtract the KL against the reference from token rewards."""
-    kl_penalty: KlType = Field("kl", json_schema_extra=acts("process: the KL penalty in the reward"))
+    kl_penalty: KlType = Field("kl", **in_stage("process: the KL penalty in the reward"))
     """Estimator of that KL; names as actor.kl_loss_type."""
     kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig, description="Its coefficient.")
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
@@ -270,55 +270,53 @@ class TrainerConfig(Section):
     staleness_unit: Literal["sample", "token"] = "sample"
     """async: sample: a response with a token over max_staleness is dropped, and its prompt sampled again with the
     others of its group; token: only such tokens are masked."""
-    logger: StringList = Field(default_factory=lambda: ["console"], json_schema_extra=acts("tracking"))
+    logger: StringList = Field(default_factory=lambda: ["console"], **in_stage("tracking"))
     """Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, trackio; the last
     four need their package: pip install 'verl[wandb]'."""
-    project_name: str = Field("verl", min_length=1, json_schema_extra=acts("tracking"))
+    project_name: str = Field("verl", min_length=1, **in_stage("tracking"))
     """Name of the project, in the run's config.yaml and report and at tracking services."""
-    experiment_name: str = Field("run", min_length=1, json_schema_extra=acts("start: the run folder"))
+    experiment_name: str = Field("run", min_length=1, **in_stage("start: the run folder"))
     """Name of the run, and of its folder under runs/."""
     total_epochs: Passes = Field(1, ge=1, description="Passes over the training prompts.")
     total_training_steps: Steps | None = Field(None, ge=1)
     """Training steps, whatever total_epochs says; null: total_epochs decides."""
-    nnodes: Annotated[int, Unit("machines")] = Field(1, ge=1, json_schema_extra=acts("start: the workers"))
+    nnodes: Annotated[int, Unit("machines")] = Field(1, ge=1, **in_stage("start: the workers"))
     """Machines that train."""
     n_gpus_per_node: Annotated[int, Field(ge=0), Unit("GPUs")] | Literal["auto"] = Field(
-        "auto", json_schema_extra=acts("start: the workers")
+        "auto", **in_stage("start: the workers")
     )
     """GPUs used on each machine, 0 included; auto: those that it has."""
-    save_freq: Every = Field(-1, json_schema_extra=acts("checkpoints"))
+    save_freq: Every = Field(-1, **in_stage("checkpoints"))
     """Training steps between checkpoints; -1: none."""
-    test_freq: Every = Field(-1, json_schema_extra=acts("validation"))
+    test_freq: Every = Field(-1, **in_stage("validation"))
     """Training steps between validations; -1: none."""
-    val_before_train: bool = Field(True, json_schema_extra=acts("validation"))
+    val_before_train: bool = Field(True, **in_stage("validation"))
     """Validate once before the first step."""
-    balance_batch: bool = Field(True, json_schema_extra=acts("update and process: the rows of each rank"))
+    balance_batch: bool = Field(True, **in_stage("update and process: the rows of each rank"))
     """Spread rows over ranks by their tokens; false: in order, the same number on each rank."""
-    critic_warmup: Steps = Field(0, ge=0, json_schema_extra=acts("update: the actor"))
+    critic_warmup: Steps = Field(0, ge=0, **in_stage("update: the actor"))
     """First training steps in which only the critic learns."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also(disable=False)] = Field(
-        "auto", json_schema_extra=acts("start: the checkpoint to go on from")
+        "auto", **in_stage("start: the checkpoint to go on from")
     )
     """auto: go on from the run folder's latest checkpoint, if any; disable: start anew; resume_path: from
     resume_from_path."""
-    max_restarts: Annotated[int, Unit("restarts")] = Field(1, ge=0, json_schema_extra=acts("after a worker's death"))
+    max_restarts: Annotated[int, Unit("restarts")] = Field(1, ge=0, **in_stage("after a worker's death"))
     """When a process of actor, critic, reference or reward dies, the run goes on from its last checkpoint by itself, at
     most so many times within one command."""
-    resume_from_path: str | None = Field(None, json_schema_extra=acts("start: the checkpoint to go on from"))
+    resume_from_path: str | None = Field(None, **in_stage("start: the checkpoint to go on from"))
     """Checkpoint folder for resume_mode=resume_path."""
-    default_local_dir: str | None = Field(None, min_length=1, json_schema_extra=acts("start: the run folder"))
+    default_local_dir: str | None = Field(None, min_length=1, **in_stage("start: the run folder"))
     """The run folder itself; null: runs/<experiment_name>."""
-    log_val_generations: Responses = Field(3, ge=0, json_schema_extra=acts("validation"))
+    log_val_generations: Responses = Field(3, ge=0, **in_stage("validation"))
     """Sampled responses shown at each validation."""
     device: Annotated[Literal["auto", "cpu", "cuda"], also(cuda="gpu")] = Field(
-        "auto", json_schema_extra=acts("start: the workers")
+        "auto", **in_stage("start: the workers")
     )
     """Where models compute; auto: GPUs if the machine has any."""
-    seed: Seed = Field(
-        1, ge=0, lt=2**63, json_schema_extra=acts("everything random: data order, sampling, initial values")
-    )
+    seed: Seed = Field(1, ge=0, lt=2**63, **in_stage("everything random: data order, sampling, initial values"))
     """Seed of everything random in the run."""
-    keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, json_schema_extra=acts("checkpoints"))
+    keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, **in_stage("checkpoints"))
     """Checkpoints kept, newest first; null: all."""
     keep_best: KeepBestConfig = Field(default_factory=KeepBestConfig, description="The best checkpoint, kept as well.")
     dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = -1

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from verl.config.base import FreeDict, Number, Section, Share, StringList, Tokens, Unit, acts
+from verl.config.base import FreeDict, Number, Section, Share, StringList, Tokens, Unit, in_stage
 from verl.config.problems import Problem, raise_problems
 from verl.config.schema_data import ModelConfig, check_some_files
 from verl.config.schema_roles import OptimConfig
@@ -27,16 +27,16 @@ class SupervisedDataConfig(Section):
     """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list."""
     val_files: StringList = Field(default_factory=list)
     """Held-out files, as train_files; empty: no validation takes place."""
-    train_batch_size: Examples = Field(256, ge=1, json_schema_extra=acts("the loader of examples"))
+    train_batch_size: Examples = Field(256, ge=1, **in_stage("the loader of examples"))
     """Examples in one optimizer step."""
     max_length: Tokens = Field(1024, ge=1)
     """Longest example in tokens, prompt and response together; longer ones: truncation."""
     truncation: Literal["error", "left", "right", "drop"] = "error"
     """An example longer than max_length stops the run (error), loses tokens on that side, or is left out and counted
     (drop)."""
-    max_token_len_per_gpu: Tokens = Field(16384, ge=1, json_schema_extra=acts("update: packing"))
+    max_token_len_per_gpu: Tokens = Field(16384, ge=1, **in_stage("update: packing"))
     """Most tokens of one micro-batch; decides memory and speed, never the result."""
-    shuffle: bool = Field(True, json_schema_extra=acts("the loader of examples"))
+    shuffle: bool = Field(True, **in_stage("the loader of examples"))
     """Draw examples in a seeded random order, new in every epoch."""
     chat_template_kwargs: FreeDict = Field(default_factory=dict)
     """Passed on to the tokenizer's chat template."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl.config.names import nearest, nearest_path
+from verl.config.names import nearest_path
 from verl.errors import DataError
 
 PARQUET_ENDINGS = (".parquet", ".pq")
@@ -71,18 +71,13 @@ def _missing(path: Path, key: str) -> DataError:
     variable = next((part for part in path.parts if part.startswith("$")), None)
     if variable:
         return DataError(f"A file in {key} does not exist: {variable} is not set.", path, f"set {variable}")
-    folder = path.parent
+    folder, near = path.parent, nearest_path(path)
     if not folder.is_dir():
-        near = nearest_path(path)
-        fix = f"did you mean {near}?" if near else f"check the folder {folder}"
-        return DataError(f"A file in {key} does not exist, nor does its folder.", path, fix)
-    names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    # Endings say little about which file was meant, so stems are compared.
-    stems = {Path(name).stem: name for name in reversed(names)}
-    close = nearest(path.stem, stems, cutoff=0.6)
-    shown = ", ".join(names[:10]) or "no files"
-    fix = f"did you mean {folder / stems[close]}?" if close else f"the folder holds: {shown}"
-    return DataError(f"A file in {key} does not exist.", path, fix)
+        what, otherwise = f"A file in {key} does not exist, nor does its folder.", f"check the folder {folder}"
+    else:
+        names = sorted(p.name for p in folder.iterdir() if p.is_file())
+        what, otherwise = f"A file in {key} does not exist.", f"the folder holds: {', '.join(names[:10]) or 'no files'}"
+    return DataError(what, path, f"did you mean {near}?" if near else otherwise)
 
 
 def _folder(folder: Path, key: str) -> list[Path]:

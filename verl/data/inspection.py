@@ -187,7 +187,7 @@ class _Inspector:
             good = [row for place, row in enumerate(good) if place not in refused]
             self.measured.append(np.array([len(row) for place, row in enumerate(ids) if place not in refused]))
         elif good:
-            self.measured.append(np.array([len(_text(row)) for row in good]))
+            self.measured.append(np.array([len(row.text) for row in good]))
         for row in good:
             self._row(row)
 
@@ -215,7 +215,7 @@ class _Inspector:
             report.suspicious.setdefault(reason, Count()).add(row.location)
 
     def _odd(self, row: PromptRow, size: int) -> list[str]:
-        text, truth = _text(row), row.ground_truth
+        text, truth = row.text, row.ground_truth
         found = []
         named = self.report.truth_key and isinstance(truth, str) and len(truth.strip()) >= SHORT_TRUTH
         if named and re.search(rf"(?<!\w){re.escape(truth.strip())}(?!\w)", text):
@@ -277,7 +277,7 @@ class _Inspector:
         table, record = self._record(number)
         row = prompt_row(record, table.columns, self.config, number, 0)
         assert isinstance(row, PromptRow)
-        text = _text(row)
+        text = row.text
         if self.tokenizer is not None:
             text = str(self.tokenizer.decode(render([row], self.tokenizer)[0][0]))
         truth = str(row.ground_truth) if self.report.truth_key else ""
@@ -286,15 +286,6 @@ class _Inspector:
 
 def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _text(row: PromptRow) -> str:
-    if isinstance(row.prompt, str):
-        return row.prompt
-    return "\n".join(
-        message["content"] if isinstance(message["content"], str) else json.dumps(message["content"], default=str)
-        for message in row.prompt
-    )
 
 
 def _kind(value: Any) -> str:

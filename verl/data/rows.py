@@ -10,6 +10,7 @@ Accepted layouts (``conventions``: a dataset row):
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,14 @@ class PromptRow:
     columns: dict[str, Any] = field(default_factory=dict)
     location: str = ""
     file_row: int = 0
+
+    @property
+    def text(self) -> str:
+        """The prompt without a chat template: the contents of its messages."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        contents = (message["content"] for message in self.prompt)
+        return "\n".join(part if isinstance(part, str) else json.dumps(part, default=str) for part in contents)
 
     def refused(self, reason: str) -> BadRow:
         """That it turned out to be of no use."""

@@ -135,9 +135,10 @@ class _Encoder:
         native = value.dtype.newbyteorder("=")
         try:
             tensor = tensor_over(np.asarray(value, dtype=native, order="C"))
-            _dtype_code(tensor)
-        except (TypeError, ValueError, KeyError):
-            raise DataError(f"'{path}' is a numpy value of a kind that cannot be saved", str(value.dtype)) from None
+        except (TypeError, ValueError):
+            tensor = None
+        if tensor is None or tensor.dtype not in DTYPE_CODES:
+            raise DataError(f"'{path}' is a numpy value of a kind that cannot be saved", str(value.dtype))
         if isinstance(value, np.generic) and native.kind != "c":
             return {"$number": [native.name, self.encode(value.item(), path)]}
         return {"$array": [self._name(path, tensor), native.name, list(value.shape)]}
@@ -227,17 +228,10 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 def _dense(tensor: torch.Tensor, path: str) -> torch.Tensor:
     plain = tensor.detach()
-    try:
-        if plain.layout is not torch.strided or plain.is_quantized or plain.is_nested:
-            raise KeyError(str(plain.layout))
-        _dtype_code(plain)
-    except KeyError as error:
-        raise DataError(f"'{path}' is a tensor of a kind that cannot be saved", f"{error} {tensor.dtype}") from None
+    odd = plain.layout is not torch.strided or plain.is_quantized or plain.is_nested
+    if odd or plain.dtype not in DTYPE_CODES:
+        raise DataError(f"'{path}' is a tensor of a kind that cannot be saved", f"{plain.layout} {plain.dtype}")
     return plain
-
-
-def _dtype_code(tensor: torch.Tensor) -> str:
-    return DTYPE_CODES[tensor.dtype]
 
 
 DTYPE_CODES = {

@@ -156,16 +156,9 @@ def batch_of(tried: Sequence[Tried]) -> DataProto:
             "extra_info": [row.extra_info for row in rows],
             "columns": [row.columns for row in rows],
             "raw_prompt": [row.prompt for row in rows],
-            "prompt_ids": [list(map(ord, prompt_text(row))) for row in rows],
+            "prompt_ids": [list(map(ord, row.text)) for row in rows],
         },
     )
-
-
-def prompt_text(row: PromptRow) -> str:
-    """Without a chat template: the contents of the messages."""
-    if isinstance(row.prompt, str):
-        return row.prompt
-    return "\n".join(str(message["content"]) for message in row.prompt)
 
 
 def _characters(ids: Sequence[int]) -> str:
