@@ -134,6 +134,17 @@ def _freeze_attention(worker: Worker) -> None:
             parameter.requires_grad_(False)
 
 
+def _layer_1(worker: Worker) -> list[Tensor]:
+    return [parameter for name, parameter in worker._actor.policy.named_parameters() if ".layers.1." in name]
+
+
+def _follow(worker: Worker) -> None:
+    """The reference goes half of the way to the policy: a KL is left at every step."""
+    with torch.no_grad():
+        for behind, ahead in zip(worker._reference.policy.parameters(), worker._actor.policy.parameters(), strict=True):
+            behind.lerp_(ahead, 0.5)
+
+
 def _engine_of_its_own(worker: Worker) -> None:
     worker._engine.policy = copy.deepcopy(worker._engine.policy)
 
@@ -209,6 +220,10 @@ FAULTS: dict[str, Fault] = {
     "reference_moves": Fault(
         after_setup(lambda worker: setattr(worker._reference, "policy", worker._actor.policy)), settings=KL
     ),
+    "reference_changes": Fault(
+        from_step(2, Worker, "reference_log_probs", lambda real, self, batch: (_follow(self), real(self, batch))[1]),
+        settings=KL,
+    ),
     "kl_exploded": Fault(settings={**KL, "actor__optim__lr": 0.3}),
     "kl_dominates": Fault(
         settings={"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 1e3, "actor__optim__lr": 1e-2}
@@ -217,6 +232,12 @@ FAULTS: dict[str, Fault] = {
     "lr_zero": Fault(settings={"actor__optim__lr": 0.0}),
     "weights_unmoved": Fault(after_setup(lambda worker: setattr(worker._actor.optimizer._adamw, "step", lambda: None))),
     "part_without_gradient": Fault(after_setup(_freeze_attention)),
+    "layer_without_gradient": Fault(
+        after_setup(lambda worker: [parameter.requires_grad_(False) for parameter in _layer_1(worker)])
+    ),
+    "layers_uneven": Fault(
+        after_setup(lambda worker: [parameter.register_hook(lambda g: g * 1e-6) for parameter in _layer_1(worker)])
+    ),
     "gradient_clipped_away": Fault(settings={"actor__grad_clip": 1e-4}),
     "gradient_exploded": Fault(
         from_step(5, Optimizer, "backward", lambda real, self, loss, *rest: real(self, loss * 1000, *rest)),

@@ -18,7 +18,7 @@ from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm
 from verl.models.policy import ValueModel
 from verl.models.tiny import build_tiny
-from verl.training.optimizer import MasterWeights, Optimizer, part_of
+from verl.training.optimizer import MasterWeights, Optimizer, layer_of, part_of
 
 
 class Pair(nn.Module):
@@ -152,12 +152,18 @@ def test_the_parts_of_the_gradients_norm(tmp_path: Path) -> None:
     found = {name: master.grad for name, master in weights.masters.items() if master.grad is not None}
     gradients = {name: gradient.double().square().sum().item() for name, gradient in found.items()}
     metrics = reduce_metrics(optimizer_of(weights).step(0.0))
-    parts = {name.rpartition("/")[2]: value for name, value in metrics.items() if "grad_norm/" in name}
+    parts = {name.rpartition("/")[2]: value for name, value in metrics.items() if "/grad_norm/" in name}
     assert parts.keys() == {"embedding", "attention", "mlp", "head", "norms_and_biases"}
     assert parts["head"] == pytest.approx(math.sqrt(gradients["lm_head.weight"]), rel=1e-5)
     assert parts["embedding"] == pytest.approx(math.sqrt(gradients["model.embed_tokens.weight"]), rel=1e-5)
     assert metrics["actor/grad_norm"] ** 2 == pytest.approx(sum(x * x for x in parts.values()))
     assert metrics["actor/grad_norm"] ** 2 == pytest.approx(sum(gradients.values()), rel=1e-5)
+    layers = [sum(x for name, x in gradients.items() if f".layers.{i}." in name) ** 0.5 for i in (0, 1)]
+    ends = [metrics[f"actor/layer_grad_norm/{end}"] for end in ("min", "max")]
+    assert ends == pytest.approx(sorted(layers), rel=1e-5) and ends[0] < ends[1]
+    assert [layer_of(name) for name in ("transformer.h.12.mlp.w", "model.layers.3.x.w", "lm_head.weight")] == [
+        "12", "3", None
+    ]  # fmt: skip
     for name in ("transformer.h.0.attn.c_attn.weight", "transformer.wte.weight", "h.0.mlp.c_fc.weight"):
         assert part_of(name, 2) in ("attention", "embedding", "mlp")
 

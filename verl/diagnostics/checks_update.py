@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median, stdev
 
 from verl.diagnostics.evidence import Evidence, Finding, course, mean, steps_text
 from verl.tracking import names
 
+UNEVEN = 1000.0  # times that one layer's gradient may be another's
 MISMATCH = 0.02  # mean |p / q - 1| of two probabilities of one token that should be the same
 _REPLAY = "keep a step with trainer.dump_steps and look at it with verl replay"
 
@@ -89,6 +91,21 @@ def reference_is_frozen(evidence: Evidence) -> Iterator[Finding]:
             f"no probability differs at {steps_text(list(later))}, although weights changed from step {first} on",
             "the reference shares its weights with the policy, or is loaded again from it",
             "give the reference weights of its own",
+        )
+
+
+def reference_is_the_same(evidence: Evidence) -> Iterator[Finding]:
+    """By the checksum of a sample of its weights: also where it lags behind the policy, so that a KL is left."""
+    sums = evidence.series("training/ref_checksum")
+    changed = [step for (_, before), (step, now) in pairwise(sums.items()) if now != before]
+    if changed:
+        yield Finding(
+            "reference_changes",
+            "error",
+            "The reference's weights change, so the KL term is not to the model that training started from",
+            f"their checksum is another one in {steps_text(changed)}: {course(sums)}",
+            "the reference is trained, copied from the policy now and then, or loaded from elsewhere after a restart",
+            "freeze it, and give it weights of its own; to move the anchor, start a run from a checkpoint",
         )
 
 
@@ -174,6 +191,26 @@ def no_gradient(evidence: Evidence) -> Iterator[Finding]:
                 "its parameters are frozen (requires_grad), or cut off from the loss",
                 "train all of the model, or ignore this where it is meant",
             )
+    least, most = (evidence.series(f"actor/layer_grad_norm/{end}") for end in ("min", "max"))
+    known = [step for step in trained if step in least and most.get(step)]
+    if known and not any(least[step] for step in known):
+        yield Finding(
+            "layer_without_gradient",
+            "error",
+            "A layer of the model gets no gradient",
+            f"the least of the layers' norms is 0 in {steps_text(known)}, the largest {course(most)}",
+            "its parameters are frozen (requires_grad), or cut off from the loss",
+            "train all of the model, or ignore this where it is meant",
+        )
+    elif known and (apart := median(most[step] / max(least[step], 1e-30) for step in known)) > UNEVEN:
+        yield Finding(
+            "layers_uneven",
+            "warning",
+            "Gradients vanish or explode on their way through the layers",
+            f"the largest of the layers' norms is {apart:.3g} times the least in the median step",
+            "a layer that saturates, broken initial weights, or a precision that is too low",
+            "look at the weights of the model; model.dtype=bfloat16 in place of float16",
+        )
 
 
 def weights_move(evidence: Evidence) -> Iterator[Finding]:
@@ -308,6 +345,7 @@ CHECKS = (
     scale,
     reference_is_base,
     reference_is_frozen,
+    reference_is_the_same,
     kl_exploded,
     kl_dominates,
     learning_rate,

@@ -12,7 +12,7 @@ import torch
 from verl.algorithms.advantages import outcome_scores
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.kl import is_full
-from verl.algorithms.metric import merge_all
+from verl.algorithms.metric import Metric, merge_all
 from verl.algorithms.reward_shaping import RewardShaper, new_shaper
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.algorithms.schedules import scheduled_values
@@ -95,6 +95,8 @@ def process(
         calls.append(("values", critic.worker, lambda: critic_columns(sampled, critic, config.bootstraps)))
     for columns in timed_at_once(timer, calls):
         batch = batch.union(columns)
+    if (checksum := batch.meta_info.pop("ref_checksum", None)) is not None:
+        metrics["training/ref_checksum"] = Metric(checksum, 1.0, "mean")
     correction = config.algorithm.rollout_correction
     if correction.active and not correction.bypass_mode:
         batch.batch["importance_weights"], found = correct_rollout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -197,8 +198,9 @@ class Optimizer:
         """Apply the gradients that have added up, and clear them.
 
         Metrics: ``grad_norm``, before clipping, and its parts ``grad_norm/<part>`` (their squares add up to its
-        square); ``lr``; ``skipped_steps``; ``weights_moved``, the share of watched weights that
-        changed; ``loss_scale``, the one of this step.
+        square); ``layer_grad_norm/{min,max}``, of the layer with the least and of that with the most; ``lr``;
+        ``skipped_steps``; ``weights_moved``, the share of watched weights that changed; ``loss_scale``, the one of this
+        step.
 
         Raises:
             VerlError: a gradient that is not finite, and ``on_nonfinite`` is stop.
@@ -206,7 +208,7 @@ class Optimizer:
         named = self._weights.reduce_gradients()
         scale = self._weights.scale
         unscale = 1.0 if scale is None else 1.0 / scale.value
-        squares = self._squares(named, unscale)
+        squares, layers = self._squares(named, unscale)
         norm = math.sqrt(sum(squares.values()))
         finite = math.isfinite(norm)
         metrics = {
@@ -217,6 +219,11 @@ class Optimizer:
         if finite:
             metrics |= {
                 f"{self._name}/grad_norm/{part}": Metric(math.sqrt(x), 1.0, "mean") for part, x in squares.items()
+            }
+            metrics |= {
+                f"{self._name}/layer_grad_norm/{end.__name__}": Metric(math.sqrt(end(layers)), 1.0, "mean")
+                for end in (min, max)
+                if layers
             }
         if scale is not None:
             metrics[f"{self._name}/loss_scale"] = Metric(scale.value, 1.0, "mean")
@@ -241,13 +248,18 @@ class Optimizer:
         self.clear()
         return metrics
 
-    def _squares(self, named: dict[str, Tensor], unscale: float) -> dict[str, float]:
-        """Squared norms of the gradient by part of the model, in float64 (a tensor's own norm in its dtype)."""
-        squares = {part_of(name, master.dim()): 0.0 for name, master in self._weights.masters.items()}
+    def _squares(self, named: dict[str, Tensor], unscale: float) -> tuple[dict[str, float], list[float]]:
+        """Squared norms of the gradient by part of the model and by layer, in float64 (a tensor's own in its dtype)."""
+        masters = self._weights.masters
+        parts = dict.fromkeys((part_of(name, master.dim()) for name, master in masters.items()), 0.0)
+        layers = dict.fromkeys(filter(None, map(layer_of, masters)), 0.0)
         norms = torch.stack(torch._foreach_norm(list(named.values()))).double() if named else torch.zeros(0)
         for (name, gradient), norm in zip(named.items(), (norms * unscale).tolist(), strict=True):
-            squares[part_of(name, gradient.dim())] += norm * norm
-        return dict(zip(squares, self._weights.total(list(squares.values())), strict=True))
+            parts[part_of(name, gradient.dim())] += norm * norm
+            if (layer := layer_of(name)) is not None:
+                layers[layer] += norm * norm
+        total = self._weights.total([*parts.values(), *layers.values()])
+        return dict(zip(parts, total, strict=False)), total[len(parts) :]
 
     def clear(self) -> None:
         self._weights.clear_gradients()
@@ -297,6 +309,12 @@ def part_of(name: str, dimensions: int) -> str:
     if any(word in name for word in ("embed", "wte", "wpe")):
         return "embedding"
     return "head" if "head." in name else "mlp"
+
+
+def layer_of(name: str) -> str | None:
+    """The layer that a parameter belongs to, by its number; None of embedding, head and last norm."""
+    found = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
+    return found and found[1]
 
 
 def _not_finite(name: str, odd: str) -> VerlError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from verl.models.packed import PackedBatch
 from verl.models.policy import PolicyModel, model_device
 from verl.protocol import DataProto
+from verl.training.optimizer import WATCHED
 from verl.training.passes import Passes
 
 
@@ -24,11 +26,16 @@ class Reference:
         self.passes, self._temperature = passes, temperature
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """``ref_log_probs`` (B, R) float32."""
+        """``ref_log_probs`` (B, R) float32; ``meta_info["ref_checksum"]``, as :meth:`checksum`."""
         values = self.passes.column(
             batch, model_device(self.policy), lambda packed: self.policy(packed, self._temperature)[0]
         )
-        return DataProto.from_dict({"ref_log_probs": values})
+        return DataProto.from_dict({"ref_log_probs": values}, meta_info={"ref_checksum": self.checksum()})
+
+    def checksum(self) -> float:
+        """Sum of up to 16 numbers of each parameter, spread over it: the same as long as nobody changes the weights."""
+        numbers = [p.detach().reshape(-1)[:: max(1, -(-p.numel() // WATCHED))] for p in self.policy.parameters()]
+        return float(torch.cat(numbers).double().sum())
 
     def full_kl(self, batch: DataProto, policy: PolicyModel) -> DataProto:
         """``full_kl`` (B, R) float32: the KL divergence of ``policy`` from this one, over the whole vocabulary."""
