@@ -96,7 +96,7 @@ def _sorted(words: list[str]) -> tuple[str | None, list[str], list[str]]:
         ConfigError: a word is none of them.
     """
     from verl.config.explain import named
-    from verl.config.unknown import unknown
+    from verl.config.translate import unknown
     from verl.errors import ConfigError
 
     settings = [word for word in words if "=" in word or word.startswith("~")]

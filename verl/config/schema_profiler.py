@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from verl.config.base import Section, Steps
+from verl.config.base import Section, Steps, also
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]
 
@@ -16,18 +16,13 @@ class ProfilerConfig(Section):
 
     acts_in: ClassVar[str] = "the workers, in the steps that are profiled"
 
-    tool: Literal["none", "torch", "nsight"] = "none"
+    tool: Annotated[Literal["none", "torch", "nsight"], also(none=None, nsight="nsys")] = "none"
     """torch: PyTorch's profiler, a trace for each call; nsight: Nsight Systems, on GPUs over Ray."""
     roles: list[Role] = Field(default_factory=list, description="Whose work is profiled; none named: all of it.")
     steps: list[Annotated[Steps, Field(ge=1)]] = Field(default_factory=lambda: [2])
     """Training steps that are profiled; the first one also warms up."""
     memory: bool = False
     """On a GPU also a page with all allocations of each profiled call (tool torch)."""
-
-    @field_validator("tool", mode="before")
-    @classmethod
-    def _known_names(cls, value: Any) -> Any:
-        return {None: "none", "nsys": "nsight"}.get(value, value) if isinstance(value, str | None) else value
 
     @field_validator("steps", mode="before")
     @classmethod
