@@ -18,7 +18,7 @@ STEPS = 4
 MODES = {
     "sync": (PPO,),
     "one_step_off": (GRPO, "trainer.mode=one_step_off"),
-    "async": (GRPO, "trainer.mode=async", "trainer.max_staleness=0"),
+    "async": (GRPO, "trainer.mode=async", "trainer.max_staleness=0", "trainer.async_save=true"),
 }
 SETTINGS = (
     f"trainer.total_training_steps={STEPS}",
@@ -45,7 +45,7 @@ MOMENTS = {
     "samples": ("verl.trainer.loop:TrainingLoop.write_samples", 0.01),
     "validation": ("verl.trainer.loop:evaluate", 0.1),
     "metrics": ("verl.tracking.trackers:append_line", 0.0005),
-    "save": ("verl.trainer.state:TrainerState.save", 0.03),
+    "save": ("verl.trainer.saving:Saver.save", 0.03),
     "commit": ("verl.checkpoint.store:PendingCheckpoint.commit", 0.01),
     "rename": ("verl.checkpoint.store:CheckpointStore._put_in_place", 0.001),
     "pruning": ("verl.checkpoint.store:CheckpointStore._prune", 0.002),

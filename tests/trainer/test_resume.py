@@ -20,6 +20,7 @@ from verl.run_dir import RunDir
 from verl.trainer import loop
 from verl.trainer.run import train
 from verl.trainer.sampling import Sampler
+from verl.trainer.saving import Saver
 from verl.trainer.state import TrainerState
 
 STEPS = 5
@@ -103,9 +104,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Ite
     [
         (Sampler, "assemble", 3, True),  # before the first checkpoint: starts anew
         (loop, "update", 3, True),  # weights ahead of the checkpoint
-        (TrainerState, "save", 2, False),  # the step is written down, its checkpoint is not
-        (TrainerState, "save", 1, True),  # the checkpoint is there, nothing after it
-        (TrainerState, "save", 3, True),  # the last checkpoint: finished, but for the report
+        (Saver, "save", 2, False),  # the step is written down, its checkpoint is not
+        (Saver, "save", 1, True),  # the checkpoint is there, nothing after it
+        (Saver, "save", 3, True),  # the last checkpoint: finished, but for the report
         (loop, "evaluate", 2, True),
     ],
     ids=["rollout", "update", "before-saving", "after-saving", "after-the-last-saving", "validation"],

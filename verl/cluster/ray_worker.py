@@ -163,8 +163,11 @@ class RayWorkers:
         calls = [actor.update_critic.remote(shared, denominators) for actor in self._actors]
         return merge_all(self._answers("update_critic", calls))
 
-    def save(self, folder: str) -> None:
-        self._answers("save", [actor.save.remote(folder) for actor in self._actors])
+    def save(self, folder: str, background: bool = False) -> None:
+        self._answers("save", [actor.save.remote(folder, background) for actor in self._actors])
+
+    def saved(self) -> bool:
+        return all(self._answers("saved", [actor.saved.remote() for actor in self._actors]))
 
     def load(self, folder: str) -> None:
         self._answers("load", [actor.load.remote(folder) for actor in self._actors])

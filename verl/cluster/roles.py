@@ -31,7 +31,8 @@ class WorkerCalls(Protocol):
     def values(self, batch: DataProto) -> DataProto: ...
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]: ...
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]: ...
-    def save(self, folder: str) -> None: ...
+    def save(self, folder: str, background: bool = False) -> None: ...
+    def saved(self) -> bool: ...
     def load(self, folder: str) -> None: ...
 
 
@@ -216,9 +217,13 @@ class Roles:
             found |= worker.spans()
         return found
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, background: bool = False) -> None:
         for worker in self._workers():
-            worker.save(folder)
+            worker.save(folder, background)
+
+    def saved(self) -> bool:
+        """Whether what was saved in the background is written by now."""
+        return all(worker.saved() for worker in self._workers())
 
     def load(self, folder: str) -> None:
         for worker in self._workers():

@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
+from verl.checkpoint.manifest import checkpoint_errors
 from verl.cluster.early_scoring import EarlyScoring
 from verl.cluster.placement import Group, whole_run
 from verl.cluster.profiling import Recorder, Span, recorded
@@ -48,7 +50,7 @@ from verl.training.parallel_sharded import master_weights
 from verl.training.passes import Passes
 from verl.training.reference import Reference
 from verl.training.reward_model import load_reward_model
-from verl.training.saving import load_trained, save_trained
+from verl.training.saving import load_trained, trained_writer
 
 
 class Worker:
@@ -79,6 +81,8 @@ class Worker:
         sharded = size > 1 and learns and config.actor.strategy == "fsdp2"
         self._ranks = Ranks(rank, size, sharded, config.trainer.balance_batch)
         self._scorer: RuleScorer | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
         self._name = f"{self._group.pool}_{rank}"
         self.recorder = Recorder(config.profiler, self._name)
 
@@ -296,16 +300,43 @@ class Worker:
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, background: bool = False) -> None:
         """Write ``actor/`` and ``critic/``, what is here of them, into a checkpoint folder being made: the first rank
-        does, or every rank its share."""
+        does, or every rank its share.
+
+        Args:
+            background: return with a copy in memory, which a thread writes; :meth:`saved` tells when it is written.
+
+        Raises:
+            CheckpointError: the disk failed.
+        """
         self._require_same_weights()
-        for name, weights, optimizer in self._trained():
-            save_trained(Path(folder) / name, weights, optimizer)
-        for passes in self._passes():
-            passes.save(Path(folder))
-        if self._ranks.rank == 0 and "actor" in self._group.roles:
-            save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
+        with checkpoint_errors("write the checkpoint", Path(folder)):
+            writers = [
+                trained_writer(Path(folder) / name, weights, optimizer, background)
+                for name, weights, optimizer in self._trained()
+            ]
+            for passes in self._passes():
+                passes.save(Path(folder))
+            if self._ranks.rank == 0 and "actor" in self._group.roles:
+                save_hf_files(resolve_model(self._config.model.path), Path(folder) / "actor" / "hf")
+
+        def write() -> None:
+            with checkpoint_errors("write the checkpoint", Path(folder)):
+                for writer in writers:
+                    writer()
+
+        if background:
+            self._written = self._writer.submit(write)
+        else:
+            write()
+
+    def saved(self) -> bool:
+        """Whether the last :meth:`save` has been written. Raises CheckpointError: the disk failed."""
+        if self._written is None or not self._written.done():
+            return self._written is None
+        self._written.result()
+        return True
 
     def load(self, folder: str) -> None:
         """Take what :meth:`save` wrote."""

@@ -318,6 +318,9 @@ class TrainerConfig(Section):
     """Seed of everything random in the run."""
     keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, **in_stage("checkpoints"))
     """Checkpoints kept, newest first; null: all."""
+    async_save: bool = Field(False, **in_stage("checkpoints"))
+    """Write checkpoints while training goes on, from a copy in main memory (12 bytes a parameter); false: training
+    waits."""
     keep_best: KeepBestConfig = Field(default_factory=KeepBestConfig, description="The best checkpoint, kept as well.")
     dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = -1
     """Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or every so many; -1:

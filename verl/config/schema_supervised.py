@@ -117,7 +117,7 @@ class SupervisedConfig(Section):
         yield from self.trainer.problems()
         trainer = self.trainer
         usual = TrainerConfig()
-        for name in ("critic_warmup", "log_val_generations", "max_restarts"):
+        for name in ("critic_warmup", "log_val_generations", "max_restarts", "async_save"):
             if getattr(trainer, name) != getattr(usual, name):
                 yield Problem(f"trainer.{name} has no meaning here", getattr(trainer, name), "remove it")
         if trainer.nnodes > 1 or trainer.n_gpus_per_node not in ("auto", 0, 1):

@@ -23,6 +23,7 @@ from verl.tracking.trackers import Tracker
 from verl.trainer.batch_metrics import batch_metrics, cost_metrics, staleness_metrics
 from verl.trainer.evaluation import evaluate
 from verl.trainer.sampling import Sampler
+from verl.trainer.saving import Saver
 from verl.trainer.sources import Source
 from verl.trainer.stages import process, update
 from verl.trainer.state import TrainerState
@@ -55,8 +56,17 @@ class TrainingLoop:
     timer: StepTimer
     restarts: int = 0
 
+    def __post_init__(self) -> None:
+        self._saver = Saver(self.config, self.store, self.roles, self.state, self.source)
+
     def fit(self) -> None:
         """Train to ``total_steps``; validation before the first step, every ``test_freq`` steps and at the end."""
+        try:
+            self._fit()
+        finally:
+            self._saver.abandon()
+
+    def _fit(self) -> None:
         config, state, roles, timer = self.config, self.state, self.roles, self.timer
         alarms = Alarms(config, self.run_dir)
         self.roles.rollout.publish(state.step)
@@ -84,6 +94,9 @@ class TrainingLoop:
             self.write_samples("train", [batch])
             state.step += 1
             last = state.step == self.total_steps
+            if self._saver.busy:
+                with timer("save_checkpoint"):
+                    self._saver.advance()
             measured: dict[str, float] = {}
             if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
                 with timer("testing"):
@@ -102,17 +115,18 @@ class TrainingLoop:
             # After the step is written down: a run killed in between does it again, and no step loses its line. The
             # seconds are logged with the next step.
             if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
-                self.save(numbers)
+                with timer("save_checkpoint"):
+                    self._saver.save(numbers)
+            if last:
+                self._saver.finish()
             if measured:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
             if not last:
-                alarms.heed(state.step, numbers, partial(self.save, numbers))
+                alarms.heed(state.step, numbers, partial(self._save_whole, numbers))
 
-    def save(self, metrics: Mapping[str, float]) -> None:
-        """Write this step's checkpoint, unless it is there already."""
-        if self.state.step not in self.store.steps():
-            with self.timer("save_checkpoint"):
-                self.state.save(self.store, self.roles, self.config, self.source.state_dict(), metrics)
+    def _save_whole(self, metrics: Mapping[str, float]) -> None:
+        self._saver.save(metrics)
+        self._saver.finish()
 
     def dump(self, batch: DataProto) -> None:
         """Keep the batch of the step to come where ``trainer.dump_steps`` wants it."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from verl.algorithms.reward_shaping import RewardShaper, new_shaper
 from verl.algorithms.schedules import Schedule, actor_schedules, kl_schedule, learning_rate, scheduled_actor
-from verl.checkpoint.store import Checkpoint, CheckpointStore
+from verl.checkpoint.store import Checkpoint
 from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.loader import PromptLoader
@@ -86,33 +86,17 @@ class TrainerState:
             if schedule.metric is not None and schedule.metric in numbers:
                 schedule.update(numbers[schedule.metric], samples)
 
-    def save(
-        self,
-        store: CheckpointStore,
-        roles: Roles,
-        config: Config,
-        source: dict[str, Any],
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Write ``checkpoints/step_…`` with models, optimizers and this state: complete, or not there at all.
-
-        Args:
-            source: what is sampled ahead.
-            metrics: of the step.
-        """
-        with store.begin(self.step) as pending:
-            roles.save(str(pending.path.absolute()))  # a worker may stand in another folder
-            tree: dict[str, Any] = {
-                "step": self.step,
-                "loader": self.loader.state_dict(),
-                "shaper": self.shaper.state_dict(),
-                "cap": self.cap.state_dict(),
-                "held": self.held,
-                "source": {"mode": config.trainer.mode, "ahead": source},
-                "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
-            }
-            pending.write_state(STATE_NAME, tree)
-            pending.commit({"model": config.model.path, "reward_model": config.reward.model.path}, metrics)
+    def tree(self, config: Config, source: dict[str, Any]) -> dict[str, Any]:
+        """All of it, for a checkpoint. ``source``: what is sampled ahead."""
+        return {
+            "step": self.step,
+            "loader": self.loader.state_dict(),
+            "shaper": self.shaper.state_dict(),
+            "cap": self.cap.state_dict(),
+            "held": self.held,
+            "source": {"mode": config.trainer.mode, "ahead": source},
+            "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
+        }
 
     def restore(self, checkpoint: Checkpoint, roles: Roles, mode: str | None = None) -> dict[str, Any]:
         """Go on where the checkpoint was; parts that were not invented when it was written start fresh.

@@ -6,6 +6,7 @@ read the rows that are theirs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,13 +21,32 @@ WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
 def save_trained(folder: Path, weights: MasterWeights, optimizer: Optimizer) -> None:
     """Write both into ``folder``, made if missing: what this rank has to write, which may be nothing."""
+    trained_writer(folder, weights, optimizer, copy=False)()
+
+
+def trained_writer(folder: Path, weights: MasterWeights, optimizer: Optimizer, copy: bool) -> Callable[[], None]:
+    """What does the work of :func:`save_trained`.
+
+    Args:
+        copy: take the tensors as they are now into main memory, so that training may go on before they are written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    masters = {key: value.detach() for key, value in weights.masters.items()}
-    for name, tensors in ((WEIGHTS_FILE, masters), (OPTIMIZER_FILE, optimizer.state())):
-        if weights.sharded:
-            _write_rows(folder / name, weights, tensors)
-        elif weights.ranks.rank == 0:
-            write_safetensors(folder / name, tensors, {"format": "pt"})
+    if not weights.sharded and weights.ranks.rank != 0:
+        return lambda: None
+
+    def taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {key: t.detach().to("cpu", copy=True) if copy else t.detach() for key, t in tensors.items()}
+
+    files = {WEIGHTS_FILE: taken(weights.masters), OPTIMIZER_FILE: taken(optimizer.state())}
+
+    def write() -> None:
+        for name, tensors in files.items():
+            if weights.sharded:
+                _write_rows(folder / name, weights, tensors)
+            else:
+                write_safetensors(folder / name, tensors, {"format": "pt"})
+
+    return write
 
 
 def _write_rows(path: Path, weights: MasterWeights, tensors: dict[str, Tensor]) -> None:
