@@ -10,7 +10,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
 from verl.models import fused
-from verl.models.fused import gated_linear, install, rms_norm
+from verl.models.fused import gated_mlp, install, rms_norm
 from verl.models.rows import ALL_ROWS
 
 
@@ -29,11 +29,17 @@ def test_gradients_of_a_norm() -> None:
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_gradients_of_a_gated_linear_layer(with_bias: bool) -> None:
-    gate, up, weight = (wide(*shape).requires_grad_() for shape in ((1, 11, 5), (1, 11, 5), (4, 5)))
-    bias = wide(4).requires_grad_() if with_bias else None
-    assert torch.autograd.gradcheck(lambda *given: gated_linear(*given, ALL_ROWS), (gate, up, weight, bias))
-    assert torch.equal(gated_linear(gate, up, weight, bias, ALL_ROWS), F.linear(F.silu(gate) * up, weight, bias))
+def test_gradients_of_a_gated_mlp(with_bias: bool) -> None:
+    x = wide(1, 11, 3).requires_grad_()
+    weights = [wide(*shape).requires_grad_() for shape in ((5, 3), (5, 3), (4, 5))]
+    biases = [wide(len(weight)).requires_grad_() if with_bias else None for weight in weights]
+
+    def mlp(x: Tensor, *given: Tensor | None) -> Tensor:
+        return gated_mlp(x, *zip(given[:3], given[3:], strict=True), ALL_ROWS)  # type: ignore[arg-type]
+
+    assert torch.autograd.gradcheck(mlp, (x, *weights, *biases))
+    gate, up = (F.linear(x, weights[i], biases[i]) for i in (0, 1))
+    assert torch.equal(mlp(x, *weights, *biases), F.linear(F.silu(gate) * up, weights[2], biases[2]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

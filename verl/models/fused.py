@@ -68,34 +68,55 @@ def _at_once(x: Tensor) -> int:
     return ROWS * torch.get_num_threads() if x.device.type == "cpu" else 2**31
 
 
-def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
-    """silu(gate) * up, (..., I), through a linear layer (O, I) under a row rule (Shazeer, 2020: SwiGLU)."""
+Layer = tuple[Tensor, Tensor | None]  # weight (O, H) and bias (O,)
+
+
+def gated_mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, rule: RowRule) -> Tensor:
+    """silu(gate(x)) * up(x) through ``down``, linear layers under a row rule (Shazeer, 2020: SwiGLU)."""
     if torch.is_grad_enabled():
-        return _GatedLinear.apply(gate, up, weight, bias, rule)  # type: ignore[no-any-return]
-    return linear_rows(F.silu(gate) * up, weight, bias, rule)
+        return _GatedMlp.apply(x, *gate, *up, *down, rule)  # type: ignore[no-any-return]
+    return linear_rows(F.silu(linear_rows(x, *gate, rule)) * linear_rows(x, *up, rule), *down, rule)
 
 
-class _GatedLinear(torch.autograd.Function):
-    """Keeps gate and up; silu(gate) and the product are computed again in the backward pass."""
+class _GatedMlp(torch.autograd.Function):
+    """Keeps input, gate and up; silu(gate) and the product are computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        return linear_rows(torch.cat([F.silu(g) * u for g, u in _parts(gate, up)], -2), weight, bias, rule)
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        gate_weight, gate_bias, up_weight, up_bias, weight, bias, rule = given
+        rows = x.reshape(-1, x.shape[-1])
+        gate, up = linear_rows(rows, gate_weight, gate_bias, rule), linear_rows(rows, up_weight, up_bias, rule)
+        ctx.save_for_backward(rows, gate, up, gate_weight, up_weight, weight)
+        product = torch.empty_like(gate)
+        for g, u, into in _parts(gate, up, product):
+            torch.mul(F.silu(g), u, out=into)
+        return linear_rows(product, weight, bias, rule).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight = ctx.saved_tensors
+        x, gate, up, gate_weight, up_weight, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, weight.shape[0])
-        by_product = (grad @ weight).view_as(gate)
+        by_product = grad @ weight
         product, grad_gate, grad_up = (torch.empty_like(gate) for _ in range(3))
         for g, u, by, into, into_gate, into_up in _parts(gate, up, by_product, product, grad_gate, grad_up):
             active = F.silu(g)
             torch.mul(active, u, out=into)
             torch.mul(by, active, out=into_up)
             torch.ops.aten.silu_backward.grad_input(by.mul_(u), g, grad_input=into_gate)
-        grad_weight = grad.T @ product.view(-1, weight.shape[1]) if ctx.needs_input_grad[2] else None
-        return grad_gate, grad_up, grad_weight, grad.sum(0) if ctx.needs_input_grad[3] else None, None
+        grad_x = (grad_gate @ gate_weight).addmm_(grad_up, up_weight).view(*grads[0].shape[:-1], x.shape[1])
+        if not any(ctx.needs_input_grad[i] for i in (1, 3, 5)):  # a model is trained or frozen as a whole
+            grad_weights: list[Tensor | None] = [None] * 3
+        elif x.dtype == torch.bfloat16 and x.device.type == "cpu":
+            # oneDNN takes twice as long over a transposed operand as over one that is laid out, the narrower, before.
+            x_t, grad_t = x.T.contiguous(), grad.T.contiguous()
+            grad_weights = [(x_t @ grad_gate).T.contiguous(), (x_t @ grad_up).T.contiguous(), grad_t @ product]
+        else:
+            grad_weights = [grad_gate.T @ x, grad_up.T @ x, grad.T @ product]
+        grad_biases = [
+            outer.sum(0) if ctx.needs_input_grad[i] else None for i, outer in ((2, grad_gate), (4, grad_up), (6, grad))
+        ]
+        pairs = zip(grad_weights, grad_biases, strict=True)
+        return grad_x, *(found for pair in pairs for found in pair), None
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -127,4 +148,9 @@ def _mlp_forward(module: nn.Module, rule: RowRule) -> tuple[Callable[[Tensor], T
     gate, up, down = (getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down"))
     if not all(isinstance(layer, nn.Linear) for layer in (gate, up, down)):
         return None, 0
-    return (lambda x: gated_linear(gate(x), up(x), down.weight, down.bias, rule)), gate.in_features  # type: ignore
+
+    def forward(x: Tensor) -> Tensor:
+        layers = ((layer.weight, layer.bias) for layer in (gate, up, down))  # type: ignore[union-attr]
+        return gated_mlp(x, *layers, rule)  # type: ignore[call-arg,arg-type]
+
+    return forward, gate.in_features  # type: ignore[union-attr,return-value]
