@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,8 +138,9 @@ def _settle_rows(
     role.rows = follow_row_rule(decoder, compute_dtype)
     head = decoder.get_output_embeddings()  # a critic's decoder has none
     for module in decoder.modules():
-        if isinstance(module, nn.Linear | Conv1D) and module is not head:
-            module.register_forward_hook(_forget_weight)
+        layers = [layer for layer in module.children() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
+        if layers:  # a fused MLP calls its layers' weights, not its layers
+            module.register_forward_hook(partial(_forget_weights, layers))
     if head is not None:
 
         def forget_head(*_: Any) -> None:
@@ -148,5 +150,6 @@ def _settle_rows(
         role.register_forward_hook(forget_head)
 
 
-def _forget_weight(module: nn.Module, *_: Any) -> None:
-    forget_packed(module.weight)  # type: ignore[arg-type]
+def _forget_weights(layers: Iterable[nn.Linear | Conv1D], *_: Any) -> None:
+    for layer in layers:
+        forget_packed(layer.weight)
