@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.models.attention import AttentionRule
 from verl.models.packed import PackedContext, pack_rows
+from verl.models.rows import ALL_ROWS
 
 
 def as_lists(packed: Any) -> dict[str, list[int]]:
@@ -78,10 +79,10 @@ def test_scatter_puts_values_back_and_lets_gradients_through() -> None:
 
 def test_filling_up_adds_tokens_that_nobody_reads() -> None:
     packed = pack_rows(PROMPTS, RESPONSES, 4)
-    filled = packed.filled(8)
+    filled = packed.filled(ALL_ROWS.padded)
     assert filled.input_ids.shape == filled.position_ids.shape == (16,)
     assert torch.equal(filled.cu_seqlens, packed.cu_seqlens) and torch.equal(filled.input_ids[:10], packed.input_ids)
-    assert filled.filled(8) is filled and packed.filled(5) is packed
+    assert filled.filled(ALL_ROWS.padded) is filled
     assert packed.to("cpu").shape == packed.shape
 
 
@@ -152,7 +153,7 @@ def attention_by_token(
 @given(rows_of_groups, st.booleans(), st.sampled_from([None, 1, 5, 64]))
 def test_attention_within_a_row(sizes: list[tuple[int, list[int]]], share: bool, window: int | None) -> None:
     prompts, responses, groups = make_rows(sizes)
-    packed = pack_rows(prompts, responses, 12, groups if share else None).filled(8)
+    packed = pack_rows(prompts, responses, 12, groups if share else None).filled(ALL_ROWS.padded)
     tokens, used = packed.input_ids.shape[0], int(packed.cu_seqlens[-1])
     generator = torch.Generator().manual_seed(tokens)
     query, key, value = (torch.randn(n, tokens, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))

@@ -469,7 +469,7 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
 
 def test_logits_are_those_of_the_forward() -> None:
     policy = random_policy("llama")
-    packed = pack(False).filled(policy.rows.multiple)
+    packed = pack(False).filled(policy.rows.padded)
     with torch.no_grad():
         hidden = policy.hidden_states(packed.input_ids, packed.position_ids, PackedContext(packed))
         predictors = hidden.index_select(0, packed.response_index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,22 +12,38 @@ from toy_models import random_lm
 from transformers.pytorch_utils import Conv1D
 
 from verl.models import rows
-from verl.models.rows import (
-    ALL_ROWS,
-    BLOCK,
-    IN_BLOCKS,
-    PACKED,
-    PACKED_BLOCK,
-    RowRule,
-    apply_row_rule,
-    choose_row_rule,
-    linear_rows,
-)
+from verl.models.rows import ALL_ROWS, BLOCK, IN_BLOCKS, PACKED, RowRule, apply_row_rule, choose_row_rule, linear_rows
 
 
 def test_padded() -> None:
     assert [ALL_ROWS.padded(n) for n in (0, 1, 8, 9)] == [8, 8, 8, 16]
     assert [IN_BLOCKS.padded(n) for n in (1, 64, 65)] == [64, 64, 128]
+
+
+def test_no_call_has_too_few_rows() -> None:
+    rule = RowRule(least=40, block=128)
+    assert [rule.padded(n) for n in (0, 1, 40, 41)] == [40, 40, 40, 48]
+    shape = torch.Size([4, 4])
+    found = [rule.calls(n, shape) for n in (40, 128, 168, 136, 264)]
+    assert found == [[40], [128], [128, 40], [72, 64], [128, 72, 64]]
+    large = replace(rule, large={shape: 512})
+    found = [large.calls(n, shape) for n in (1032, 1112, 1064, 512)]
+    assert found == [[512, 256, 128, 72, 64], [512, 512, 88], [512, 512, 40], [512]]
+    for count in range(40, 1200, 8):
+        for calls in (rule.calls(count, shape), large.calls(count, shape), large.calls(count, shape[:1])):
+            assert sum(calls) == count and all(call >= 40 and call % 8 == 0 for call in calls)
+            assert all(call <= 128 or call in (256, 512) for call in calls)
+
+
+def test_large_calls_are_taken_as_far_as_they_add_up_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = rows.F.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return plain(x, weight, bias) + (x.shape[0] > 512 and weight.shape[0] == 16)
+
+    monkeypatch.setattr(rows.F, "linear", linear)
+    rule = RowRule(block=128)
+    assert [rows._largest_call(torch.randn(size, 4), rule, [1]) for size in (16, 24)] == [512, 4096]
 
 
 @pytest.mark.parametrize("shape", [(128, 6), (1, 192, 6)])
@@ -127,6 +143,22 @@ def test_packed_gradients_are_those_of_a_linear_layer() -> None:
         torch.testing.assert_close(a, b)
 
 
+@needs_packing
+def test_weights_whose_kernels_disagree_are_laid_out_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two shapes one agrees from 40 rows on in either layout, the other in that for a single row only."""
+    plain, threads = rows.linear_rows, torch.get_num_threads()
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+        wrong = rule.packed and weight.shape not in rule.single and (weight.shape[0] == 24 or x.shape[0] < 40)
+        return plain(x, weight, bias, rule) + (x.shape[0] if wrong else 0.0)
+
+    monkeypatch.setattr(rows, "linear_rows", linear)
+    found = choose_row_rule(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)).bfloat16())
+    expected = RowRule(least=40, block=128, packed=True, single=frozenset({torch.Size([24, 16])}), proven=True)
+    assert replace(found, large={}) == expected
+    assert torch.get_num_threads() == threads
+
+
 def noisy(changes: bool, in_blocks: bool) -> object:
     """A linear layer whose rows depend on how many there are: in calls of all rows, in calls of a block."""
 
@@ -140,9 +172,9 @@ def noisy(changes: bool, in_blocks: bool) -> object:
 @pytest.mark.parametrize(
     ("all_rows", "in_blocks", "expected"),
     [
-        (False, False, RowRule(8, None, proven=True)),
-        (True, False, RowRule(BLOCK, BLOCK, proven=True)),
-        (True, True, RowRule(8, None)),
+        (False, False, RowRule(proven=True)),
+        (True, False, RowRule(BLOCK, BLOCK, BLOCK, proven=True)),
+        (True, True, RowRule()),
     ],
 )
 def test_the_probe_tells(all_rows: bool, in_blocks: bool, expected: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,30 +187,3 @@ def test_conv1d_is_probed_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rows, "_keeps_bits", lambda weight, *_: shapes.append(tuple(weight.shape)) or True)
     assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4), nn.Linear(8, 4))).proven
     assert shapes == [(4, 8), (2, 4)]  # (out, in), each shape once
-
-
-def test_many_rows_are_computed_at_once_where_that_has_the_bits_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first product of a shape decides, unless it is zeros, which any order of sums gives."""
-    x, weight = (torch.randint(1, 4, (count, 64)).bfloat16() for count in (2048, 128))  # whose sums are exact
-    calls: list[tuple[str, int]] = []
-
-    def counted(name: str, off: float) -> Callable[..., Tensor]:
-        def compute(x: Tensor, weight: Tensor, bias: object, rule: RowRule) -> Tensor:
-            calls.append((name, x.shape[0]))
-            return x @ weight.T + off * (x.shape[0] > PACKED_BLOCK)
-
-        return compute
-
-    for off, expected in ((0.0, "whole"), (1.0, "blocks")):
-        monkeypatch.setattr(rows, "_compute", {})
-        monkeypatch.setattr(rows, "_at_once", counted("whole", off))
-        monkeypatch.setattr(rows, "_at_once_packed", counted("packed", off))
-        with torch.no_grad():
-            for times, inputs in enumerate((torch.zeros_like(x), x, x)):
-                calls.clear()
-                assert torch.equal(linear_rows(inputs, weight, None, PACKED), inputs @ weight.T), times
-        assert calls == ([("whole", 2048)] if expected == "whole" else [("packed", PACKED_BLOCK)] * 16)
-        with torch.no_grad():
-            calls.clear()
-            linear_rows(x[:1016], weight, None, PACKED)  # too few results to tell
-        assert calls == [("packed", PACKED_BLOCK)] * 7 + [("packed", 120)]

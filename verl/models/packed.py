@@ -9,13 +9,13 @@ Shape legend: T packed tokens, S segments, M response tokens, see also :mod:`ver
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from verl.models.attention import AttentionRule, block_attention, mask_bias, round_up
+from verl.models.attention import AttentionRule, block_attention, mask_bias
 
 QUERY_BUCKET = 8
 KEY_BUCKET = 32
@@ -49,10 +49,10 @@ class PackedBatch:
         names = ("response_index", "targets", "rows", "columns")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
-    def filled(self, multiple: int) -> PackedBatch:
-        """The same batch with T rounded up; the fill tokens belong to no segment and nothing reads them."""
+    def filled(self, padded: Callable[[int], int]) -> PackedBatch:
+        """The same batch with ``padded(T)`` tokens; those filled in belong to no segment and nothing reads them."""
         tokens = self.input_ids.shape[0]
-        fill = round_up(max(tokens, 1), multiple) - tokens
+        fill = padded(tokens) - tokens
         if fill == 0:
             return self
         zeros = self.input_ids.new_zeros(fill)

@@ -77,12 +77,12 @@ class PolicyModel(nn.Module):
 
     def predictors(self, packed: PackedBatch) -> Tensor:
         """Hidden states (M, H) that predict ``packed.targets``."""
-        packed = packed.filled(self.rows.multiple)
+        packed = packed.filled(self.rows.padded)
         hidden = self.hidden_states(packed.input_ids, packed.position_ids, PackedContext(packed))
         return hidden.index_select(0, packed.response_index)
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states (T, H) of packed tokens (T,), T a multiple of ``rows.multiple``."""
+        """Last hidden states (T, H) of packed tokens (T,), T of :meth:`RowRule.padded`."""
         return decoder_states(self.model.base_model, input_ids, position_ids, context)
 
     def logits(self, hidden: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -124,7 +124,7 @@ class ValueModel(nn.Module):
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Values (M,) of the response tokens, in the value head's dtype."""
-        packed = packed.filled(self.rows.multiple)
+        packed = packed.filled(self.rows.padded)
         hidden = decoder_states(self.backbone, packed.input_ids, packed.position_ids, PackedContext(packed))
         predictors = hidden.index_select(0, packed.response_index)
         return self.value_head(predictors.to(self.value_head.weight.dtype)).sum(1)  # of one column; FSDP likes no views

@@ -3,10 +3,10 @@
 A matmul library picks its kernel by the number of rows, and another kernel may add up in another order. Three rules
 make a row's result independent of its neighbours:
 
-* ``packed``: the weight is laid out for oneDNN once, by the layout that it wants for a single row, and the layer is
-  computed in calls of at most 128 rows. In bfloat16 every such call then adds up alike, on AVX512 and on AMX, and no
-  call lays out the weight again, which takes longer than the product itself while there are few rows. Many rows are
-  computed in one call where that is seen to give the same bits.
+* ``packed``: the weight is laid out for oneDNN once, and the layer is computed in calls of at most 128 rows and of at
+  least as many as it takes for all calls to add up alike (40 on AMX, in bfloat16). No call lays out the weight again,
+  which takes longer than the product itself while there are few rows. Larger calls that are seen to add up alike, too,
+  take the bulk of many rows.
 * ``multiple``: row counts are padded to a multiple of 8. Enough for float32 under MKL's strict reproducible mode
   (``MKL_CBWR=AUTO,STRICT``, which the workers set) and for bfloat16 on AVX512.
 * ``block``: the layer is computed in calls of exactly 64 rows, one kernel for all. For bfloat16 on AMX where there is
@@ -18,8 +18,9 @@ against the trainer says so and old log-probs are computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,8 +30,13 @@ from transformers.pytorch_utils import Conv1D
 
 BLOCK = 64
 PACKED_BLOCK = 128
-PROOF = 2**17  # results, of which at least ten would differ if they were added up in another order
 PROBE_ROWS = (*range(8, 136, 8), 136, 264, 520, 1032)
+LARGE = (256, 512, 1024, 2048, 4096)
+PROOF = 2**17  # results that are looked at: another order of sums shows in about one of 10,000
+LARGEST = 2**34  # multiply-adds of a call beyond which larger ones gain nothing
+MANY = 64  # rows that a weight is laid out for; oneDNN knows two layouts, this one and the one for a single row
+# Rows from which on kernels agree about a weight laid out for many: all of them, or those that fill tiles of AMX.
+LEAST_ROWS = (8, 40)
 
 
 @dataclass(frozen=True)
@@ -38,75 +44,60 @@ class RowRule:
     """How many rows a linear layer may see.
 
     Attributes:
-        multiple: row counts are padded to a multiple of this.
+        multiple: row counts are padded to a multiple of this,
+        least: and to this.
         block: rows of one matmul call (the most of one, where the weight is packed); None for all at once.
         packed: the weight is kept a second time in oneDNN's own layout.
+        single: shapes of the weights that are laid out for a single row: their other layout has kernels that disagree.
+        large: the most rows of one call by the shape of the weight, where that is more than ``block``: a power of two,
+            which like all lesser ones down to the block has the bits of blocks.
         proven: whether the probe found every row's bits independent of the others.
     """
 
     multiple: int = 8
+    least: int = 8
     block: int | None = None
     packed: bool = False
+    single: frozenset[torch.Size] = frozenset()
+    large: dict[torch.Size, int] = field(default_factory=dict)
     proven: bool = False
 
     def padded(self, rows: int) -> int:
-        return -(-max(rows, 1) // self.multiple) * self.multiple
+        return max(self.least, -(-rows // self.multiple) * self.multiple)
+
+    def calls(self, rows: int, shape: torch.Size) -> list[int]:
+        """Rows of each call for so many of them, padded ones; the last two share what would leave one too few."""
+        if self.block is None or rows <= self.block:
+            return [rows]
+        calls, size = [], self.large.get(shape, self.block)
+        while size > self.block:
+            while rows == size or rows >= size + self.least:
+                calls.append(size)
+                rows -= size
+            size //= 2
+        whole, rest = divmod(rows, self.block)
+        if rest == 0 or rest >= self.least or not whole:
+            return calls + [self.block] * whole + [rest] * (rest > 0)
+        half = -(-(self.block + rest) // (2 * self.multiple)) * self.multiple
+        return calls + [self.block] * (whole - 1) + [half, self.block + rest - half]
 
 
 # The operator itself: looked up by name in every call it takes as long as the product of one row.
 _linear_packed: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 ALL_ROWS = RowRule()
-IN_BLOCKS = RowRule(multiple=BLOCK, block=BLOCK)
+IN_BLOCKS = RowRule(multiple=BLOCK, least=BLOCK, block=BLOCK)
 PACKED = RowRule(block=PACKED_BLOCK, packed=True)
-
-# How products of these shapes are computed, once known.
-_compute: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor | None, RowRule], Tensor]] = {}
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
     """``F.linear`` under a row rule: x (..., T, H) with T a multiple of the rule's, weight (O, H) -> (..., T, O)."""
     if rule.block is None:
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled():
-        return _BlockedLinear.apply(x, weight, bias, rule)  # type: ignore[no-any-return]
-    if rule.packed and x.numel() <= rule.block * x.shape[-1]:
-        return _linear_packed(x, _packed_weight(weight), bias, "none", [], "")
-    return _many_rows(x.reshape(-1, x.shape[-1]), weight, bias, rule).view(*x.shape[:-1], weight.shape[0])
-
-
-def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
-    """(T, H) -> (T, O) in calls of at most ``rule.block`` rows, or in one that was seen to give the same bits.
-
-    One call takes half the time. In which order it adds up depends on shapes and threads alone, so the first product of
-    a shape is computed in both ways and compared. Another order shows in about one of 10,000 results: a small product
-    proves nothing.
-    """
-    if x.shape[0] * weight.shape[0] < PROOF or not rule.packed:
-        return _in_blocks(x, weight, bias, rule)
-    key = (x.shape, x.stride(), weight.shape, weight.stride(), bias is None, torch.get_num_threads(), rule.block)
-    if key in _compute:
-        return _compute[key](x, weight, bias, rule)
-    out = _in_blocks(x, weight, bias, rule)
-    if int(out.count_nonzero()) * 2 > out.numel():
-        ways = (way for way in (_at_once, _at_once_packed) if torch.equal(way(x, weight, bias, rule), out))
-        _compute[key] = next(ways, _in_blocks)
-    return out
-
-
-def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
-    assert rule.block is not None
-    call = _at_once_packed if rule.packed else _at_once
-    parts = [call(part, weight, bias, rule) for part in x.split(rule.block)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-def _at_once_packed(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
-    return _linear_packed(x, _packed_weight(weight), bias, "none", [], "")  # type: ignore[no-any-return]
+    packed = _packed_weight(weight, rule) if rule.packed else None
+    if packed is not None and x.numel() <= rule.block * x.shape[-1] and not torch.is_grad_enabled():
+        return _linear_packed(x, packed, bias, "none", [], "")
+    return _BlockedLinear.apply(x, weight, bias, rule, packed)  # type: ignore[no-any-return]
 
 
 def _holder(weight: Tensor) -> Tensor:
@@ -118,26 +109,34 @@ def forget_packed(weight: Tensor) -> None:
     vars(_holder(weight)).pop("_verl_packed", None)
 
 
-def _packed_weight(weight: Tensor) -> Tensor:
+def _packed_weight(weight: Tensor, rule: RowRule) -> Tensor:
     """The weight in oneDNN's layout, kept beside the parameter until its values or its memory change."""
-    holder = _holder(weight)
-    stamp = (weight.data_ptr(), weight._version, weight.shape)
+    holder, rows = _holder(weight), 1 if weight.shape in rule.single else MANY
+    stamp = (weight.data_ptr(), weight._version, weight.shape, rows)
     kept = getattr(holder, "_verl_packed", None)
     if kept is None or kept[0] != stamp:
-        # Laid out for one row: the only layout whose kernels agree for all numbers of rows.
-        kept = stamp, torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 1)
+        kept = stamp, torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
         holder._verl_packed = kept  # type: ignore[attr-defined]
     return kept[1]
 
 
 class _BlockedLinear(torch.autograd.Function):
-    """The rule in the forward, whole matmuls in the backward: gradients are sums over rows and need no such care."""
+    """Blocks in the forward, whole matmuls in the backward: gradients are sums over rows and need no such care."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule, packed: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _many_rows(x.reshape(-1, x.shape[-1]), weight, bias, rule).view(*x.shape[:-1], weight.shape[0])
+        rows = x.reshape(-1, x.shape[-1])
+        parts = rows.split(rule.calls(rows.shape[0], weight.shape))
+        if packed is None:
+            outs = [F.linear(part, weight, bias) for part in parts]
+        else:
+            outs = [_linear_packed(part, packed, bias, "none", [], "") for part in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +145,7 @@ class _BlockedLinear(torch.autograd.Function):
         grad_x = (grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         grad_weight = grad.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _RowLinear(nn.Linear):
@@ -184,7 +183,7 @@ def choose_row_rule(model: nn.Module, dtype: torch.dtype | None = None) -> RowRu
         dtype: that the layers will compute in; None: that of their weights.
     """
     weights = {
-        tuple(m.weight.shape if isinstance(m, nn.Linear) else m.weight.shape[::-1]): (
+        torch.Size(m.weight.shape if isinstance(m, nn.Linear) else m.weight.shape[::-1]): (
             m.weight if isinstance(m, nn.Linear) else m.weight.T
         )
         for m in model.modules()
@@ -192,15 +191,61 @@ def choose_row_rule(model: nn.Module, dtype: torch.dtype | None = None) -> RowRu
     }
     if any(weight.device.type != "cpu" for weight in weights.values()):
         return ALL_ROWS
-    weights = {shape: weight.to(dtype or weight.dtype) for shape, weight in weights.items()}
-    generator = torch.Generator().manual_seed(0)
-    for rule in (PACKED, ALL_ROWS, IN_BLOCKS):
-        if rule.packed and not _can_pack(weights.values()):
-            continue
-        if all(_keeps_bits(weight, rule, generator) for weight in weights.values()):
-            # Experts keep their matrices stacked and see as many rows as tokens chose them: no rule reaches them.
-            return replace(rule, proven=all(parameter.dim() < 3 for parameter in model.parameters()))
+    found = _probe({shape: weight.to(dtype or weight.dtype) for shape, weight in weights.items()})
+    # Experts keep their matrices stacked and see as many rows as tokens chose them: no rule reaches them.
+    return replace(found, proven=found.proven and all(parameter.dim() < 3 for parameter in model.parameters()))
+
+
+Weights = dict[torch.Size, Tensor]  # one of each shape
+
+
+def _probe(weights: Weights) -> RowRule:
+    here = torch.get_num_threads()
+    try:
+        for threads in (sorted({1, 2, here}), [here]):  # whoever samples may have other threads than who trains
+            if _can_pack(weights.values()) and (packed := _packed_rule(weights, threads)):
+                large = {shape: _largest_call(weight, packed, threads) for shape, weight in weights.items()}
+                return replace(packed, large=large, proven=True)
+            for rule in (ALL_ROWS, IN_BLOCKS):
+                if all(_keeps_bits(weight, rule, threads) for weight in weights.values()):
+                    return replace(rule, proven=True)
+    finally:
+        torch.set_num_threads(here)
     return ALL_ROWS
+
+
+def _packed_rule(weights: Weights, threads: list[int]) -> RowRule | None:
+    """With as many weights as possible laid out for many rows."""
+    for least in LEAST_ROWS:
+        rule = replace(PACKED, least=least)
+        single = frozenset(shape for shape, weight in weights.items() if not _keeps_bits(weight, rule, threads))
+        if not single:
+            return rule
+    for mixed in (replace(rule, single=single), replace(PACKED, single=frozenset(weights))):
+        if all(_keeps_bits(weights[shape], mixed, threads) for shape in mixed.single):
+            return mixed
+    return None
+
+
+def _largest_call(weight: Tensor, rule: RowRule, threads: list[int]) -> int:
+    """The largest power of two up to which calls of so many rows have the bits of blocks."""
+    assert rule.block is not None
+    largest = rule.block
+    for rows in LARGE:
+        if rows * weight.numel() > LARGEST:
+            break
+        x = _some_rows(weight, max(rows, -(-PROOF // weight.shape[0] // rows) * rows))
+        blocks = linear_rows(x, weight, None, rule)
+        for count in threads:
+            torch.set_num_threads(count)
+            if not torch.equal(linear_rows(x, weight, None, replace(rule, large={weight.shape: rows})), blocks):
+                return largest
+        largest = rows
+    return largest
+
+
+def _some_rows(weight: Tensor, rows: int) -> Tensor:
+    return torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
 
 
 def _can_pack(weights: Iterable[Tensor]) -> bool:
@@ -213,16 +258,15 @@ def _can_pack(weights: Iterable[Tensor]) -> bool:
     )
 
 
-def _keeps_bits(weight: Tensor, rule: RowRule, generator: torch.Generator) -> bool:
-    out_features, in_features = weight.shape
-    most = max(PROBE_ROWS) if out_features * max(PROBE_ROWS) < 2**24 else 136  # a vocabulary projection: fewer rows
-    x = torch.randn(rule.padded(most), in_features, generator=generator).to(weight.dtype)
+def _keeps_bits(weight: Tensor, rule: RowRule, threads: list[int]) -> bool:
+    most = max(PROBE_ROWS) if weight.shape[0] * max(PROBE_ROWS) < 2**24 else 136  # a vocabulary projection: fewer rows
+    x = _some_rows(weight, rule.padded(most))
     whole = linear_rows(x, weight, None, rule)
-    for rows in PROBE_ROWS:
-        rows = rule.padded(rows)
-        for start in (0, 8, 24):
-            if start + rows <= x.shape[0] and not torch.equal(
-                linear_rows(x[start : start + rows], weight, None, rule), whole[start : start + rows]
-            ):
+    for number, rows in enumerate(sorted({rule.padded(rows) for rows in PROBE_ROWS if rule.padded(rows) <= len(x)})):
+        first = min((0, 8, 24)[number % 3], len(x) - rows)
+        pieces = min((len(x) - first) // rows, max(1, PROOF // 4 // (rows * weight.shape[0])))
+        for start, count in product(range(first, first + pieces * rows, rows), threads):
+            torch.set_num_threads(count)
+            if not torch.equal(linear_rows(x[start : start + rows], weight, None, rule), whole[start : start + rows]):
                 return False
     return True

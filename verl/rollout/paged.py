@@ -35,7 +35,7 @@ from verl.models.attention import (
 from verl.rollout.scheduler import Work
 
 LONGEST_PIECE = 128  # queries of a prompt that are computed at once: the scores of more leave a CPU's cache
-PIECE_MULTIPLE = 32
+PIECE_MULTIPLE = KEY_MULTIPLE = 32
 MOST_SCORES = 2**21  # per head, of one batched matmul over pieces of prompts
 # A range of the pool is read whole where at least this share of it is wanted; else the wanted blocks are copied out.
 DENSE = 0.7
@@ -131,6 +131,9 @@ class PagedContext:
         if rows:
             self._reads, self._order = _plan_reads(rows, as_tensor)
             self._most = max(len(_blocks_of(part)) for part in rows)
+            # Keys of a block that are looked at: of a single one those that the longest row has filled.
+            longest = max(part.end for part in rows)
+            self._keys = KEY_BLOCK if self._most > 1 else round_up(longest, KEY_MULTIPLE)
         self._pieces = _plan_pieces(work[len(rows) :], len(rows), as_tensor) if tokens > len(rows) else []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -158,10 +161,10 @@ class PagedContext:
         scores = _joined([self._scores(read, queries, keys) for read in self._reads])  # (sum of E * m, K, G, S)
         if self._order is not None:
             scores = scores.index_select(0, self._order.clamp(max=scores.shape[0] - 1))
-        scores = scores.view(rows, self._most, kv_heads, group, KEY_BLOCK).permute(0, 2, 3, 1, 4)
-        scores = scores.reshape(rows, kv_heads, group, 1, self._most * KEY_BLOCK)
+        scores = scores.view(rows, self._most, kv_heads, group, self._keys).permute(0, 2, 3, 1, 4)
+        scores = scores.reshape(rows, kv_heads, group, 1, self._most * self._keys)
         probs = attention_probs(scores, self._bias_of_rows(rule.window, query.dtype), rule, query.dtype)
-        probs = probs.view(rows, kv_heads, group, self._most, KEY_BLOCK).permute(0, 3, 1, 2, 4)
+        probs = probs.view(rows, kv_heads, group, self._most, self._keys).permute(0, 3, 1, 2, 4)
         parts = [self._values(read, probs, values) for read in self._reads]  # (E * m, K, G, D) each
         if self._order is None:
             return parts[0].reshape(rows, heads, size)
@@ -176,19 +179,23 @@ class PagedContext:
 
     def _scores(self, read: _Read, queries: Tensor, keys: Tensor) -> Tensor:
         """(T, K, G, D) queries of the rows against the blocks that they read: (E * m, K, G, S)."""
-        _, kv_heads, group, size = queries.shape
-        q, k = self._stacked(read, queries, read.rows), _read(keys, read.blocks)
+        _, kv_heads, group, _ = queries.shape
+        q = self._stacked(read, queries, read.rows)
         # Keys first: a matmul lays out its second operand anew, which is better done to the small one.
-        scores = torch.bmm(k.view(-1, KEY_BLOCK, size), q.transpose(1, 2)).transpose(1, 2).contiguous()
+        scores = torch.bmm(self._read(keys, read), q.transpose(1, 2)).transpose(1, 2).contiguous()
         return _unstacked(scores, read, kv_heads, group)
 
     def _values(self, read: _Read, probs: Tensor, values: Tensor) -> Tensor:
         """(T, B, K, G, S) probabilities with the values of the blocks that the rows read: (E * m, K, G, D)."""
         rows, most, kv_heads, group, _ = probs.shape
-        p = probs if self._order is None else probs.reshape(rows * most, kv_heads, group, KEY_BLOCK)
-        v = _read(values, read.blocks)
-        out = torch.bmm(self._stacked(read, p, read.rows * most + read.places), v.view(-1, KEY_BLOCK, v.shape[3]))
+        p = probs if self._order is None else probs.reshape(rows * most, kv_heads, group, self._keys)
+        out = torch.bmm(self._stacked(read, p, read.rows * most + read.places), self._read(values, read))
         return _unstacked(out, read, kv_heads, group)
+
+    def _read(self, pool: Tensor, read: _Read) -> Tensor:
+        """(E * K, S or fewer, D) keys or values."""
+        part = pool[read.blocks] if isinstance(read.blocks, slice) else pool.index_select(0, read.blocks)
+        return part.flatten(0, 1)[:, : self._keys]
 
     def _stacked(self, read: _Read, rows: Tensor, index: Tensor) -> Tensor:
         """(..., K, G, X) rows by index (E, m) -> (E * K, m * G and perhaps some zeros, X).
@@ -213,7 +220,7 @@ class PagedContext:
     def _bias_of_rows(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(T, 1, 1, 1, B * S), the same in every layer."""
         if (-1, window) not in self._biases:
-            places = torch.arange(self._most * KEY_BLOCK, device=self.positions.device)
+            places = torch.arange(self._most * self._keys, device=self.positions.device)
             keep = _visible(places, self.positions[: self._rows, None], window)
             self._biases[-1, window] = mask_bias(keep, dtype)[:, None, None, None]
         return self._biases[-1, window]
@@ -245,10 +252,6 @@ class PagedContext:
 def _visible(places: Tensor, position: Tensor, window: int | None) -> Tensor:
     keep = places <= position
     return keep if window is None else keep & (position - places < window)
-
-
-def _read(pool: Tensor, blocks: slice | Tensor) -> Tensor:
-    return pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
