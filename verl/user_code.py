@@ -20,6 +20,8 @@ from typing import Any
 from verl.config.names import did_you_mean, nearest_path
 from verl.errors import VerlError
 
+LOADED: dict[str, str] = {}
+"""Files of the user's own that this process has run: path and SHA-256."""
 NOTICE_SECONDS, IMPORT_SECONDS = 10.0, 120.0
 
 
@@ -87,6 +89,7 @@ def _import(file: Path, kind: str, error_class: type[VerlError]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and typing look their module up
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
+    LOADED[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
     try:
         with _timed(f"importing the {kind} file {file}"):
             spec.loader.exec_module(module)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
+from verl import user_code
 from verl.algorithms.advantages import find_estimator
 from verl.algorithms.policy_loss import find_policy_loss
 from verl.checkpoint.store import Checkpoint, CheckpointStore
@@ -187,13 +188,15 @@ def _attempt(
     finished, checkpoint = take_up(config, run_dir, store, total_steps, console, again=restarts > 0)
     if finished:
         return
+    state = TrainerState.fresh(config, inputs.loader)
     write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
+    for file, digest in user_code.LOADED.items():
+        run_dir.log_event("user_code", file, f"sha256 {digest}", state.step)
     if not restarts:
         _describe(console, config, inputs, total_steps)
     timer = StepTimer()
     resumed_from = checkpoint.step if checkpoint else None
     tracked = TrackerContext(run_dir, total_steps, resumed_from, console, timer, config.trainer.log_val_generations)
-    state = TrainerState.fresh(config, inputs.loader)
 
     def log(kind: str, subject: str, detail: str) -> None:
         run_dir.log_event(kind, subject, detail, state.step)

@@ -1,0 +1,128 @@
+"""What a machine does to a run of days: a full disk, a kill, thousands of steps; and that no secret stays behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from verl_process import GRPO, ROOT, WarmVerl, metric_lines, reached, train, verl_started
+
+from verl.checkpoint.store import CheckpointStore
+
+SHORT = ("data.val_files=[]", "trainer.save_freq=1", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2")
+SECRETS = ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmVerl]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SECRETS:
+            patch.setenv(name, f"geheim-{name}")
+        runner = WarmVerl()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a file system here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_b145_a_disk_of_one_megabyte(warm: WarmVerl, tmp_path: Path, small_disk: Path) -> None:
+    """Room for one checkpoint of the tiny model, not for the next one beside it."""
+    arguments = train(GRPO, small_disk / "run", *SHORT, "trainer.total_training_steps=30", "trainer.keep_last=1")
+    for _ in range(2):  # and once more from what is left
+        done = warm(*arguments, log=tmp_path / "log")
+        assert done.code == 1 and "No space left on device" in done.err and "Traceback" not in done.err, done.err
+        assert "free space on that disk" in done.err
+        store = CheckpointStore(small_disk / "run" / "checkpoints")
+        for step in store.steps():
+            store.open(step).verify()
+        assert [path.name for path in store.root.iterdir() if path.name.startswith(".")] == []
+
+
+def test_secrets_stay_in_the_environment_and_own_code_is_noted(warm: WarmVerl, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = warm(*train(GRPO, run, *SHORT, "trainer.total_training_steps=1"), log=tmp_path / "log")
+    assert done.code == 0, done.err
+    left = [path for path in run.rglob("*") if path.is_file()]
+    assert len(left) > 5
+    for text in (done.out.encode(), done.err.encode(), *(path.read_bytes() for path in left)):
+        assert b"geheim-" not in text
+    events = [json.loads(line) for line in (run / "events.log").read_text().splitlines()]
+    reward = ROOT / "examples/tiny/reward.py"
+    noted = {event["subject"]: event["detail"] for event in events if event["kind"] == "user_code"}
+    assert noted == {str(reward): f"sha256 {hashlib.sha256(reward.read_bytes()).hexdigest()}"}
+
+
+def leftovers() -> set[str]:
+    """Shared memory, and temporary files of ours."""
+    temporary = Path(tempfile.gettempdir())
+    return {str(path) for path in (*Path("/dev/shm").iterdir(), *temporary.glob("verl-*"))}
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None], ids=str)
+def test_nothing_is_left_and_nobody_listens_outside(tmp_path: Path, number: int | None) -> None:
+    """Over Ray: processes, shared memory and temporary files after a run's end, whatever it is. While it runs, its own
+    sockets are on loopback; Ray's are not, and ask for the token."""
+    before = leftovers()
+    steps = 3 if number is None else 100000
+    pools = (
+        "cluster.pools.rollout.processes=1",
+        "cluster.pools.rollout.threads=1",
+        "cluster.placement.rollout=rollout",
+    )
+    arguments = train(GRPO, tmp_path / "run", *SHORT, *pools, "cluster.backend=ray")
+    with verl_started(*arguments, f"trainer.total_training_steps={steps}", log=tmp_path / "log") as command:
+        command.wait_until(reached(tmp_path / "run", 2))
+        listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout.splitlines()
+        own = [line.split()[3] for line in listening if f"pid={command.pid}," in line]
+        assert all(address.startswith(("127.", "[::1]")) for address in own), own
+        if number is not None:
+            command.signal(number)
+        command.wait(60)
+        command.wait_for_nothing_left(30)
+    deadline = time.monotonic() + 30
+    while left := leftovers() - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
+@pytest.mark.drill
+def test_two_thousand_steps(tmp_path: Path) -> None:
+    """Memory and file handles of the second half stay what they were."""
+    steps = int(os.environ.get("VERL_DRILL_STEPS", "2000"))
+    more = (
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=50",
+        "rollout.n=2",
+        "data.max_response_length=4",
+    )
+    handles: list[int] = []
+    with verl_started(*train(GRPO, tmp_path / "run", *SHORT[:1], *SHORT[2:], *more), log=tmp_path / "log") as command:
+        while command.process.poll() is None:
+            time.sleep(0.5)
+            if Path(f"/proc/{command.pid}/fd").exists() and metric_lines(tmp_path / "run"):
+                handles.append(len(list(Path(f"/proc/{command.pid}/fd").iterdir())))
+        assert command.process.returncode == 0
+        command.wait_for_nothing_left(30)
+    memory = [line["perf/memory_gb/controller"] for line in metric_lines(tmp_path / "run")]
+    assert len(memory) == steps
+    assert max(memory[steps // 2 :]) < 1.05 * max(memory[steps // 4 : steps // 2])
+    assert max(handles[len(handles) // 2 :]) <= max(handles[: len(handles) // 2]) + 2
