@@ -11,23 +11,18 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "transformers", "numpy", "tensordict")
 
 
-def in_subprocess(code: str) -> dict:
+def in_subprocess(code: str) -> list:
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(run.stdout)
 
 
-def test_import_loads_nothing_heavy_and_is_quick():
+def test_import_loads_nothing_heavy():
     code = f"""
-import json, sys, time
-start = time.process_time()
+import json, sys
 import verl.config
-took = time.process_time() - start
-print(json.dumps({{"heavy": [m for m in {(*HEAVY, "omegaconf")} if m in sys.modules], "took": took}}))
+print(json.dumps([m for m in {(*HEAVY, "omegaconf")} if m in sys.modules]))
 """
-    runs = [in_subprocess(code) for _ in range(3)]
-    assert all(run["heavy"] == [] for run in runs)
-    # CPU seconds, the best of three: the machine may be busy with other things.
-    assert min(run["took"] for run in runs) < 0.3
+    assert in_subprocess(code) == []
 
 
 def test_loading_loads_nothing_heavy():
