@@ -84,11 +84,11 @@ def not_finite(evidence: Evidence) -> Iterator[Finding]:
 
 
 def trouble(evidence: Evidence) -> Iterator[Finding]:
-    """Events of every other kind; what an alarm was raised for, its own check finds."""
+    """Events of every other kind that tell of trouble; what an alarm was raised for, its own check finds."""
     seen_in_metrics = {name for line in evidence.steps for name, value in line.items() if value is None}
     by_kind: dict[str, list[EventRecord]] = {}
     for event in evidence.events:
-        if event.kind in (*LIFE, "alarm", "skipped"):
+        if event.kind in (*LIFE, "alarm", "skipped", "user_code"):
             continue
         if not (event.kind == "metric_not_finite" and event.subject in seen_in_metrics):
             by_kind.setdefault(event.kind, []).append(event)

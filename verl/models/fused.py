@@ -58,7 +58,8 @@ class _RmsNorm(torch.autograd.Function):
         grad_weight, wide_weight = torch.zeros_like(weight, dtype=wide), weight.to(wide)
         for x, g, scale, into in _parts(rows, grad, scales, grad_x):
             normalised, weighted = x * scale, g * wide_weight
-            grad_weight += (g * normalised).sum(0)
+            for some in (g * normalised).split(ROWS):  # in this order with any number of threads
+                grad_weight += some.sum(0)
             along = (normalised * weighted).mean(1, keepdim=True)
             torch.mul(weighted.addcmul_(normalised, along, value=-1), scale, out=into)
         return grad_x.view(grads[0].shape), grad_weight.to(weight.dtype), None

@@ -192,6 +192,7 @@ def _attempt(
     write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
     for file, digest in user_code.LOADED.items():
         run_dir.log_event("user_code", file, f"sha256 {digest}", state.step)
+    user_code.LOADED.clear()  # a later run of this process may have others
     if not restarts:
         _describe(console, config, inputs, total_steps)
     timer = StepTimer()

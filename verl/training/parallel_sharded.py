@@ -140,7 +140,8 @@ def _settle_rows(
     for module in decoder.modules():
         layers = [layer for layer in module.children() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
         if layers:  # a fused MLP calls its layers' weights, not its layers
-            module.register_forward_hook(partial(_forget_weights, layers))
+            # Also when checkpointing breaks off a forward, having all that its backward needs.
+            module.register_forward_hook(partial(_forget_weights, layers), always_call=True)
     if head is not None:
 
         def forget_head(*_: Any) -> None:
