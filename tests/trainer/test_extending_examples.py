@@ -1,0 +1,37 @@
+"""The files of examples/extending, which docs/extending.md explains, train together."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from verl.run_dir import RunDir
+from verl.tracking.summary import read_metrics
+from verl.tracking.trackers import LOGGERS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_loss_estimator_reward_and_tracker(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(LOGGERS, "csv", LOGGERS["jsonl"])  # taken out again afterwards
+    spec = importlib.util.spec_from_file_location("tracker_example", ROOT / "examples" / "extending" / "tracker.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    run = tmp_path / "run"
+    example.main([f"model.path={tiny_model_dir}", f"trainer.default_local_dir={run}", "trainer.device=cpu"])
+
+    steps = read_metrics(RunDir(run))[0]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all("actor/truncated" in step for step in steps)  # the loss reports it
+    assert all(0 < step["critic/score/mean"] <= 1 for step in steps)  # the reward is a share
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
+    # (r - m) / (1 + s) of scores within [0, 1] stays within (-1, 1); GRPO's own reach 1.5 in groups of four.
+    assert all(-1 < step["critic/advantages/min"] < 0 < step["critic/advantages/max"] < 1 for step in steps)
+    lines = (run / "score.csv").read_text().splitlines()
+    assert lines == ["step,score"] + [f"{step['step']},{step['critic/score/mean']}" for step in steps]
