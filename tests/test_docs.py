@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from verl.config import load_config
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -56,3 +58,11 @@ def test_every_page_can_be_reached() -> None:
             links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
             waiting += [(page.parent / link).resolve() for link in links]
     assert {page.name for page in PAGES} == {page.name for page in seen}
+
+
+def test_the_worked_example_of_concepts() -> None:
+    sizes = ["data.train_batch_size=64", "rollout.n=8", "actor.ppo_mini_batch_size=16"]
+    loaded = load_config(ROOT / "examples" / "quickstart.yaml", [*sizes, "actor.ppo_micro_batch_size_per_gpu=8"])
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert "GBS 64, n 8, MBS 16, μBS 8 and two ranks" in text
+    assert f"K = 128 / (8 x 2) = {loaded.config.actor_batch(2).accumulation} backward passes" in text
