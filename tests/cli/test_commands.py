@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def walk(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[list[str
 
 
 COMMANDS = list(walk(entry.build_parser(), []))
+LEAVES = [words for words in COMMANDS if words and not any(other[:-1] == words for other in COMMANDS)]
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,39 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: verl") and len(said.splitlines()) > 3
+
+
+@pytest.mark.parametrize("command", LEAVES, ids=" ".join)
+def test_every_command_is_described_and_its_examples_are_understood(command: list[str]) -> None:
+    root = entry.build_parser()
+    parser: argparse.ArgumentParser = root
+    for word in command:
+        commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = commands.choices[word]
+    assert parser.description and len(parser.description.split()) > 2
+    examples = re.findall(rf"^  (verl {' '.join(command)}\b.*)", parser.epilog or "", re.MULTILINE)
+    assert examples
+    for example in examples:
+        words = shlex.split(re.split(r"\s{2,}", example)[0])[1:]
+        found, rest = root.parse_known_args(words)  # raises for what it does not understand
+        assert found.command and (not rest or "words" in found)
+
+
+def test_help_lists_each_command_under_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        entry.main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: verl [-h] [--version] [--debug] COMMAND ...\n")
+    parts = dict(re.findall(r"^(\w+):\n((?:  .*\n)+)", said, re.MULTILINE))
+    listed = {title: tuple(re.findall(r"^  ([\w-]+)", parts[title], re.MULTILINE)) for title in entry.GROUPS}
+    assert listed == entry.GROUPS
+    assert sorted(sum(listed.values(), ())) == sorted({words[0] for words in COMMANDS if words})
+
+
+def test_a_command_in_no_group_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(entry.GROUPS, "fix")
+    with pytest.raises(ValueError, match="doctor"):
+        entry.build_parser()
 
 
 def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:

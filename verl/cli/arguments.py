@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
     """Wrong use is a :class:`ConfigError` (what, value, fix) like every other error; nothing is printed here.
 
     Args:
-        late_epilog: text after the options that is made when help is asked for, not before.
+        late_epilog: text behind the epilog that is made when help is asked for, not before.
     """
 
     def __init__(self, late_epilog: Callable[[], str] | None = None, **options: Any) -> None:
@@ -25,8 +25,24 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self._late_epilog is not None:
-            self.epilog = self._late_epilog()
+            self.epilog, self._late_epilog = f"{self.epilog or ''}\n{self._late_epilog()}", None
         return super().format_help()
+
+    def group_commands(self, commands: Commands, groups: Mapping[str, Sequence[str]]) -> None:
+        """Makes the help list the commands under titles, in the order given.
+
+        Raises:
+            ValueError: a command is in no group, or a group names none.
+        """
+        lines = {action.dest: action for action in commands._choices_actions}
+        if sorted(lines) != sorted(name for names in groups.values() for name in names):
+            raise ValueError(f"groups do not hold each command once: {', '.join(lines)}")
+        self.usage = self.format_usage().removeprefix("usage: ").strip()  # taken before the commands are hidden
+        commands.help = argparse.SUPPRESS
+        commands._choices_actions.clear()
+        for title, names in groups.items():
+            # Only for the help: actions of this group, which the parser itself does not know.
+            self.add_argument_group(title)._group_actions.extend(lines[name] for name in names)
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split())
@@ -72,6 +88,28 @@ def common() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     # Suppressed, so that a command without it leaves what stood before the command: verl --debug train ...
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of errors")
+    return parser
+
+
+def command(
+    commands: Commands, name: str, help: str, run: Callable[[argparse.Namespace], int | None], epilog: str, **late: Any
+) -> argparse.ArgumentParser:
+    """A command that does something.
+
+    Args:
+        epilog: its examples, each a line that begins with two spaces and ``verl``, and what else there is to say.
+        late: ``late_epilog``, see :class:`Parser`.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        parents=[common()],
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}.",
+        epilog=f"examples:\n{epilog}" if epilog.startswith("  verl ") else epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **late,
+    )
+    parser.set_defaults(command=run)
     return parser
 
 

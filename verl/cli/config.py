@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, common, group, write_page
+from verl.cli.arguments import Commands, command, group, write_page
 
 if TYPE_CHECKING:
     from verl.config import LoadedConfig
@@ -24,13 +24,7 @@ The output is YAML; origins are comments in it. Notices go to standard error.
 
 def add(commands: Commands) -> None:
     config = group(commands, "config", "look at a configuration, explain its keys")
-    show = config.add_parser(
-        "show",
-        parents=[common()],
-        help="the resolved configuration with the origin of every value",
-        epilog=_SHOW,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    show = command(config, "show", "the resolved configuration with the origin of every value", _show, _SHOW)
     show.add_argument(
         "words",
         nargs="*",
@@ -41,26 +35,35 @@ def add(commands: Commands) -> None:
     show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     show.add_argument("--no-origins", action="store_true", help="the bare YAML")
     show.add_argument("--json", action="store_true", help="values, defaults and origins as JSON")
-    show.set_defaults(command=_show)
 
-    explain = config.add_parser("explain", parents=[common()], help="meaning, unit, default and spellings of keys")
+    explain = command(
+        config,
+        "explain",
+        "meaning, unit, default and spellings of keys",
+        _explain,
+        "  verl config explain actor.optim.lr",
+    )
     explain.add_argument("key", nargs="*", metavar="KEY", help="a key or section in any spelling; none: all sections")
-    explain.set_defaults(command=_explain)
 
-    diff = config.add_parser(
+    diff = command(
+        config,
         "diff",
-        parents=[common()],
-        help="what differs between two configurations",
-        epilog="The exit code is 0 whether they differ or not.",
+        "what differs between two configurations",
+        _diff,
+        "  verl config diff runs/first my.yaml\n\nThe exit code is 0 whether they differ or not.",
     )
     for name in ("A", "B"):
         diff.add_argument(name, help="a YAML file, a run's folder, or the name of a preset")
     diff.add_argument("--json", action="store_true", help="{key: [value in A, value in B]}")
-    diff.set_defaults(command=_diff)
 
-    reference = config.add_parser("reference", parents=[common()], help="every key on one page, as Markdown")
+    reference = command(
+        config,
+        "reference",
+        "every key on one page, as Markdown",
+        _reference,
+        "  verl config reference --out configuration.md",
+    )
     reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
-    reference.set_defaults(command=_reference)
 
 
 def _show(arguments: argparse.Namespace) -> None:

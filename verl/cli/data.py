@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, common, group, not_negative, positive
+from verl.cli.arguments import Commands, command, group, not_negative, positive
 from verl.cli.evaluate import add_evaluation, evaluation_config
 
 if TYPE_CHECKING:
@@ -36,8 +36,19 @@ the same score gives no pair.
 
 def add(commands: Commands) -> None:
     data = group(commands, "data", "make, convert and look at data files")
-    gym = data.add_parser(
-        "reasoning-gym", parents=[common()], help="problems with verifiable answers, made by a program"
+    _add_makers(data)
+    _add_convert(data)
+    _add_preferences(data)
+    _add_inspect(data)
+
+
+def _add_makers(data: Commands) -> None:
+    gym = command(
+        data,
+        "reasoning-gym",
+        "problems with verifiable answers, made by a program",
+        _data_reasoning_gym,
+        "  verl data reasoning-gym --task chain_sum --size 2000 --val-size 100 --option min_terms=2",
     )
     gym.add_argument("--task", required=True, help="such as chain_sum")
     gym.add_argument("--size", type=positive, required=True, help="training problems")
@@ -46,21 +57,23 @@ def add(commands: Commands) -> None:
     gym.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of the task; may be repeated")
     gym.add_argument("--instruction", help="system message put before every problem")
     gym.add_argument("--out", help="parquet file to write (default data/<task>.parquet)")
-    gym.set_defaults(command=_data_reasoning_gym)
 
-    gsm8k = data.add_parser("gsm8k", parents=[common()], help="GSM8K's jsonl files, converted")
+    gsm8k = command(
+        data, "gsm8k", "GSM8K's jsonl files, converted", _data_gsm8k, "  verl data gsm8k --input train.jsonl"
+    )
     gsm8k.add_argument("--input", required=True, help="train.jsonl or test.jsonl of GSM8K")
     gsm8k.add_argument("--out", help="parquet file to write (default data/gsm8k_<split>.parquet)")
     gsm8k.add_argument("--split", default="train", help="name noted in every row (default train)")
     gsm8k.add_argument("--instruction", help="text appended to every question (default asks for #### answer)")
-    gsm8k.set_defaults(command=_data_gsm8k)
 
-    convert = data.add_parser(
+
+def _add_convert(data: Commands) -> None:
+    convert = command(
+        data,
         "convert",
-        parents=[common()],
-        help="your own jsonl, json, csv, parquet or arrow files, brought into the row format",
-        epilog=CONVERT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "your own jsonl, json, csv, parquet or arrow files, brought into the row format",
+        _data_convert,
+        CONVERT_EXAMPLES,
     )
     convert.add_argument("files", nargs="+", metavar="IN", help="files, patterns or folders")
     convert.add_argument("--out", required=True, help="file to write: .parquet or .jsonl")
@@ -73,14 +86,15 @@ def add(commands: Commands) -> None:
     convert.add_argument("--template", help='the prompt, with columns in braces: "Solve: {question}"')
     convert.add_argument("--system", help="system message before every prompt")
     convert.add_argument("--plain", action="store_true", help="prompts as plain text, for models without chat template")
-    convert.set_defaults(command=_data_convert)
 
-    preferences = data.add_parser(
+
+def _add_preferences(data: Commands) -> None:
+    preferences = command(
+        data,
         "preferences",
-        parents=[common()],
-        help="preference pairs for a reward model: of each prompt the best and the worst response",
-        epilog=PREFERENCES_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "preference pairs for a reward model: of each prompt the best and the worst response",
+        _data_preferences,
+        PREFERENCES_EXAMPLES,
     )
     preferences.add_argument("data", help="a data file as training takes it: prompts, and what they are scored by")
     source = preferences.add_mutually_exclusive_group(required=True)
@@ -88,16 +102,23 @@ def add(commands: Commands) -> None:
     source.add_argument("--responses", metavar="FILE", help="of verl generate --input DATA --out FILE")
     preferences.add_argument("--out", required=True, help="file to write: .parquet or .jsonl")
     add_evaluation(preferences)
-    preferences.set_defaults(command=_data_preferences, n=8)
+    preferences.set_defaults(n=8)
 
-    inspect = data.add_parser("inspect", parents=[common()], help="what is in data files, and what looks wrong with it")
+
+def _add_inspect(data: Commands) -> None:
+    inspect = command(
+        data,
+        "inspect",
+        "what is in data files, and what looks wrong with it",
+        _data_inspect,
+        "  verl data inspect my.jsonl --model smollm2-135m",
+    )
     inspect.add_argument("files", nargs="+", metavar="FILE", help="files, patterns or folders")
     inspect.add_argument("--model", help="measures and renders the prompts as training with this model would")
     inspect.add_argument("--limit", type=positive, default=512, help="data.max_prompt_length in tokens (default 512)")
     inspect.add_argument("--prompt-key", help="column of the prompts (default: the usual names)")
     inspect.add_argument("--answer-key", help="column of the ground truths (default: the usual names)")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
-    inspect.set_defaults(command=_data_inspect)
 
 
 def _rows(count: int) -> str:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, common, settings
+from verl.cli.arguments import Commands, command, settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,17 +23,10 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def add(commands: Commands) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        parents=[common()],
-        help="what is wrong with a configuration or a run",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    doctor = command(commands, "doctor", "what is wrong with a configuration or a run", _doctor, _EPILOG)
     doctor.add_argument("words", nargs="*", metavar="CONFIG | RUN | key=value", help="a YAML file, or a run; settings")
     doctor.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     doctor.add_argument("--json", action="store_true", help="findings as JSON")
-    doctor.set_defaults(command=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

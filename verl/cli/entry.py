@@ -35,6 +35,15 @@ from verl.errors import ConfigError, VerlError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
+# What a person wants, and the commands for it, in the order of use.
+GROUPS = {
+    "prepare": ("init", "presets", "data", "model", "reward", "config", "plan"),
+    "train": ("train", "sft", "reward-model", "scale"),
+    "look": ("watch", "report", "serve", "run", "profile", "metrics"),
+    "fix": ("doctor", "replay"),
+    "use": ("eval", "generate", "export"),
+}
+
 EXAMPLES = """\
 examples:
   verl model get smollm2-135m
@@ -134,7 +143,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"verl {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
     for module in (
         init,
         train,
@@ -152,6 +161,7 @@ def build_parser() -> Parser:
         config,
     ):
         module.add(commands)
+    parser.group_commands(commands, GROUPS)
     return parser
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, common, positive, settings
+from verl.cli.arguments import Commands, command, positive, settings
 from verl.cli.sampling import add_sampling, sampling_choices
 from verl.errors import ConfigError, VerlError
 
@@ -47,20 +47,13 @@ _BY_OPTION = {
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "eval",
-        parents=[common()],
-        help="sample a model on a data file and score it",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(commands, "eval", "sample a model on a data file and score it", _evaluate, _EPILOG)
     parser.add_argument("model", help="an alias, a folder (such as an export), a GGUF file, a hub id, or a run")
     parser.add_argument("data", help="a data file as training takes it")
     add_evaluation(parser)
     parser.add_argument("--out", metavar="FOLDER", help="for results.json and samples.jsonl (default evaluations/...)")
     parser.add_argument("--plain", action="store_true", help="no boxes and no progress bar")
     parser.add_argument("--json", action="store_true", help="results.json on standard output in place of the tables")
-    parser.set_defaults(command=_evaluate)
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:

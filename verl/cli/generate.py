@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from verl.cli.arguments import Commands, common, positive
+from verl.cli.arguments import Commands, command, positive
 from verl.cli.sampling import add_sampling, sampling_choices
 from verl.errors import DataError
 
@@ -30,13 +30,7 @@ the model) and tokens. Lines come in the order of the input, each as soon as it 
 
 
 def add(commands: Commands) -> None:
-    generate = commands.add_parser(
-        "generate",
-        parents=[common()],
-        help="let a model answer prompts",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    generate = command(commands, "generate", "let a model answer prompts", _generate, _EPILOG)
     generate.add_argument("model", help="an alias, a folder (such as an export), a GGUF file, a hub id, or a run")
     given = generate.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
@@ -55,7 +49,6 @@ def add(commands: Commands) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16"
     )
     generate.add_argument("--max-num-seqs", type=positive, default=64, help="responses at once (default 64)")
-    generate.set_defaults(command=_generate)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, common, positive
+from verl.cli.arguments import Commands, command, positive
 from verl.cli.sizes import GIB, Machine, Sizes, Wanted, choose_sizes
 from verl.errors import ConfigError, DataError
 from verl.models.facts import ModelFacts, read_facts
@@ -50,8 +50,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def add(commands: Commands) -> None:
-    init = commands.add_parser(
-        "init", parents=[common()], help="write a commented configuration for your model, data and machine"
+    init = command(
+        commands,
+        "init",
+        "write a commented configuration for your model, data and machine",
+        _init,
+        "  verl init --model smollm2-135m --data my.jsonl --preset grpo --out my.yaml",
     )
     init.add_argument("--model", required=True, help="an alias, a Hugging Face folder, a GGUF file or a hub id")
     init.add_argument("--data", required=True, nargs="+", metavar="FILE", help="training files")
@@ -66,7 +70,6 @@ def add(commands: Commands) -> None:
     init.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompts (default: found by its name)")
     init.add_argument("--answer-key", metavar="COLUMN", help="column with the answers (default: found by its name)")
     init.add_argument("--response-length", type=positive, default=256, metavar="TOKENS", help="at most (default 256)")
-    init.set_defaults(command=_init)
 
 
 def _init(arguments: argparse.Namespace) -> None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl.cli.arguments import Commands, common, group, write_page
+from verl.cli.arguments import Commands, command, group, write_page
 
 
 def add(commands: Commands) -> None:
     metrics = group(commands, "metrics", "what the metrics of a run mean")
-    explain = metrics.add_parser("explain", parents=[common()], help="meaning, formula, healthy range, what to do")
+    explain = command(
+        metrics,
+        "explain",
+        "meaning, formula, healthy range, what to do",
+        _explain,
+        "  verl metrics explain actor/grad_norm",
+    )
     explain.add_argument("name", nargs="+", metavar="NAME", help="as in metrics.jsonl")
-    explain.set_defaults(command=_explain)
-    reference = metrics.add_parser("reference", parents=[common()], help="every metric on one page, as Markdown")
+    reference = command(
+        metrics,
+        "reference",
+        "every metric on one page, as Markdown",
+        _reference,
+        "  verl metrics reference --out metrics.md",
+    )
     reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
-    reference.set_defaults(command=_reference)
 
 
 def _explain(arguments: argparse.Namespace) -> None:

@@ -5,25 +5,33 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl.cli.arguments import Commands, common, group, positive
+from verl.cli.arguments import Commands, command, group, positive
 
 
 def add(commands: Commands) -> None:
     model = group(commands, "model", "models that VeRL knows by name")
-    get = model.add_parser(
-        "get", parents=[common()], help="download and convert a model into the cache; prints its path"
+    get = command(
+        model,
+        "get",
+        "download and convert a model into the cache; prints its path",
+        _model_get,
+        "  verl model get smollm2-135m",
     )
     get.add_argument("model", help="smollm2-135m, tiny-llama, a folder, a GGUF file or a hub id")
-    get.set_defaults(command=_model_get)
 
-    export = commands.add_parser("export", parents=[common()], help="write a run's model as a Hugging Face folder")
+    export = command(
+        commands,
+        "export",
+        "write a run's model as a Hugging Face folder",
+        _export,
+        "  verl export runs/quickstart --to my-model",
+    )
     export.add_argument("run", help="name of a run in runs/, or a path")
     export.add_argument("--to", required=True, help="the folder to write")
     export.add_argument("--step", type=positive, help="of which checkpoint (default: the newest)")
     export.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16"
     )
-    export.set_defaults(command=_export)
 
 
 def _model_get(arguments: argparse.Namespace) -> None:

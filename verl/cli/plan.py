@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, common, not_negative, settings
+from verl.cli.arguments import Commands, command, not_negative, settings
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,12 +29,8 @@ SPARE = 0.1  # share of the memory that a run should leave: the prediction is no
 
 
 def add(commands: Commands) -> None:
-    plan = commands.add_parser(
-        "plan",
-        parents=[common()],
-        help="memory, batch sizes and step time of a configuration, before it runs",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    plan = command(
+        commands, "plan", "memory, batch sizes and step time of a configuration, before it runs", _plan, _EPILOG
     )
     plan.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file; settings")
     plan.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
@@ -57,7 +53,6 @@ def add(commands: Commands) -> None:
         "--workers", type=_counts, metavar="N,...", help="rollout workers to simulate (default: 1, 2 and 4 times these)"
     )
     plan.add_argument("--json", action="store_true", help="everything as JSON")
-    plan.set_defaults(command=_plan)
 
 
 def _memory(text: str) -> int:

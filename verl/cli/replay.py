@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, common, positive, settings
+from verl.cli.arguments import Commands, command, positive, settings
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,19 +24,12 @@ rollout and reward functions. With the run's own settings every figure is the sa
 
 
 def add(commands: Commands) -> None:
-    replay = commands.add_parser(
-        "replay",
-        parents=[common()],
-        help="train on a kept step again, with other settings if asked",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    replay = command(commands, "replay", "train on a kept step again, with other settings if asked", _replay, _EPILOG)
     replay.add_argument("run", help="name of a run in runs/, or a path")
     replay.add_argument("words", nargs="*", metavar="key=value", help="settings in place of the run's")
     replay.add_argument("--step", type=positive, required=True, help="the step")
     replay.add_argument("--all", action="store_true", help="also show what does not differ")
     replay.add_argument("--json", action="store_true", help="{metric: [then, now]}")
-    replay.set_defaults(command=_replay)
 
 
 def _replay(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, common, group, positive, seconds
+from verl.cli.arguments import Commands, command, group, positive, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,12 +34,8 @@ which. Without --data a line also has "ground_truth", "data_source" and "extra_i
 
 def add(commands: Commands) -> None:
     reward = group(commands, "reward", "try a reward before a run")
-    test = reward.add_parser(
-        "test",
-        parents=[common()],
-        help="what a reward gives to responses: scores, failures, slow ones, disagreements",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    test = command(
+        reward, "test", "what a reward gives to responses: scores, failures, slow ones, disagreements", _test, _EPILOG
     )
     test.add_argument("what", metavar="WHAT", help="a file of your own, or a rule: gsm8k, math, ..., auto")
     test.add_argument("--data", metavar="DATA", help="a data file as training takes it")
@@ -56,7 +52,6 @@ def add(commands: Commands) -> None:
     test.add_argument("--response-key", metavar="COLUMN", help="default: response, completion, output")
     test.add_argument("--plain", action="store_true", help="no progress bar")
     test.add_argument("--json", action="store_true", help="the report as JSON, with every score")
-    test.set_defaults(command=_test)
 
 
 def _test(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, common, group, not_negative
+from verl.cli.arguments import Commands, command, group, not_negative
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,46 +20,57 @@ RUN_HELP = "name of a run in runs/, or a path"
 
 def add(commands: Commands) -> None:
     run = group(commands, "run", "look at runs")
-    listing = run.add_parser("list", parents=[common()], help="all runs of a folder, the newest first")
+    listing = command(run, "list", "all runs of a folder, the newest first", _list, "  verl run list --json")
     listing.add_argument("root", nargs="?", default="runs", help="default runs/")
     listing.add_argument("--json", action="store_true", help="as JSON")
-    listing.set_defaults(command=_list)
-    show = run.add_parser("show", parents=[common()], help="everything about one run; it may still be running")
+    show = command(
+        run, "show", "everything about one run; it may still be running", _show, "  verl run show runs/first"
+    )
     show.add_argument("run", help=RUN_HELP)
     show.add_argument("--json", action="store_true", help="as JSON")
-    show.set_defaults(command=_show)
 
-    scale = commands.add_parser(
-        "scale", parents=[common()], help="change the number of rollout workers of a run while it runs"
+    scale = command(
+        commands,
+        "scale",
+        "change the number of rollout workers of a run while it runs",
+        _scale,
+        "  verl scale runs/first --rollout-workers 4",
     )
     scale.add_argument("run", help=RUN_HELP)
     scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="how many there shall be")
-    scale.set_defaults(command=_scale)
 
-    watch = commands.add_parser("watch", parents=[common()], help="a run on the terminal, drawn again while it grows")
+    watch = command(
+        commands, "watch", "a run on the terminal, drawn again while it grows", _watch, "  verl watch runs/first --once"
+    )
     watch.add_argument("run", help=RUN_HELP)
     watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
-    watch.set_defaults(command=_watch)
 
-    profile = commands.add_parser(
-        "profile", parents=[common()], help="what a run spends its time on; writes a timeline of all its processes"
+    profile = command(
+        commands,
+        "profile",
+        "what a run spends its time on; writes a timeline of all its processes",
+        _profile,
+        "  verl profile runs/first",
     )
     profile.add_argument("run", help=RUN_HELP)
     profile.add_argument("--json", action="store_true", help="as JSON")
-    profile.set_defaults(command=_profile)
 
-    serve = commands.add_parser("serve", parents=[common()], help="the report of runs live in a browser")
+    serve = command(
+        commands, "serve", "the report of runs live in a browser", _serve, "  verl serve runs/first runs/second"
+    )
     serve.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's gets a token")
     serve.add_argument("--port", type=not_negative, default=8266, help="default 8266; 0: any that is free")
-    serve.set_defaults(command=_serve)
 
-    report = commands.add_parser(
-        "report", parents=[common()], help="write a run's page, or one of several runs; prints its path"
+    report = command(
+        commands,
+        "report",
+        "write a run's page, or one of several runs; prints its path",
+        _report,
+        "  verl report runs/first runs/second --out both.html",
     )
     report.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
     report.add_argument("--out", type=Path, help="file to write (default: report.html or compare.html in the run)")
-    report.set_defaults(command=_report)
 
 
 def _watch(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, common, group, settings
+from verl.cli.arguments import Commands, command, group, settings
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,18 +14,24 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    sft = commands.add_parser(
-        "sft", parents=[common()], help="train a model to imitate conversations, before RL; or go on with it"
+    sft = command(
+        commands,
+        "sft",
+        "train a model to imitate conversations, before RL; or go on with it",
+        lambda arguments: _train(arguments, _sft_schema),
+        "  verl sft examples/tiny/sft.yaml",
     )
     _add_words(sft)
-    sft.set_defaults(command=lambda arguments: _train(arguments, _sft_schema))
 
     rewards = group(commands, "reward-model", "models that score responses")
-    train = rewards.add_parser(
-        "train", parents=[common()], help="train a reward model on preference pairs, or go on with it"
+    train = command(
+        rewards,
+        "train",
+        "train a reward model on preference pairs, or go on with it",
+        lambda arguments: _train(arguments, _pair_schema),
+        "  verl reward-model train examples/reward_model/reward_model.yaml",
     )
     _add_words(train)
-    train.set_defaults(command=lambda arguments: _train(arguments, _pair_schema))
 
 
 def _add_words(parser: argparse.ArgumentParser) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from verl.cli.arguments import Commands, common, settings
+from verl.cli.arguments import Commands, command, settings
 from verl.errors import ConfigError
+
+_EXAMPLES = """\
+  verl train examples/quickstart.yaml
+  verl train my.yaml --preset dapo trainer.experiment_name=first actor.optim.lr=1e-6
+"""
 
 
 def add(commands: Commands) -> None:
-    train = commands.add_parser(
-        "train",
-        parents=[common()],
-        help="train a model, or go on with a run",
-        late_epilog=list_presets,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    train = command(
+        commands, "train", "train a model, or go on with a run", _train, _EXAMPLES, late_epilog=list_presets
     )
     train.add_argument(
         "words",
@@ -31,10 +32,14 @@ def add(commands: Commands) -> None:
         help="settings of an algorithm, below those of the file; may be repeated, the last one wins",
     )
     train.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
-    train.set_defaults(command=_train)
 
-    presets = commands.add_parser("presets", parents=[common()], help="list the presets of verl train")
-    presets.set_defaults(command=lambda arguments: print(list_presets()))
+    command(
+        commands,
+        "presets",
+        "list the presets of verl train",
+        lambda arguments: print(list_presets()),
+        "  verl presets",
+    )
 
 
 def list_presets() -> str:
