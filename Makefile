@@ -20,7 +20,7 @@ DATA_ARGS := --task chain_sum --size 2000 --val-size 100 --seed 1 \
 TRAIN_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check test drills docs clean
+.PHONY: help setup quickstart check test drills docs size clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make check       lint, types and layers only"
 	@echo "make drills      long runs and failure drills"
 	@echo "make docs        write docs/configuration.md and docs/metrics.md again, from the code"
+	@echo "make size        lines of Python by package"
 	@echo "make setup       only the environment, $(VENV)"
 	@echo "make clean       remove caches and build leftovers (not $(VENV), runs/ or data/)"
 
@@ -67,6 +68,11 @@ drills: $(STAMP)
 docs: $(STAMP)
 	@$(BIN)/verl config reference --out docs/configuration.md
 	@$(BIN)/verl metrics reference --out docs/metrics.md
+
+size:
+	@find verl -name '*.py' -exec wc -l {} + | awk '$$2 != "total" { split($$2, part, "/"); \
+		package = part[2] ~ /[.]py$$/ ? "verl" : "verl/" part[2]; lines[package] += $$1; all += $$1 } \
+		END { for (name in lines) printf "%7d %s\n", lines[name], name; printf "%7d all\n", all }' | sort -n
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
+
+import yaml
+
+import verl
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -30,10 +35,23 @@ def test_every_requirement_is_pinned() -> None:
     assert wanted - {canonical(pin) for pin in PINS} == set()
 
 
-def test_version_is_that_of_the_package() -> None:
-    import verl
+def test_the_version_stands_in_the_package_and_the_papers_follow() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "verl.__version__"}
+    newest = re.search(r"^## \[(\S+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest and newest[1] == verl.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == verl.__version__ and citation["license"] == PROJECT["project"]["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
 
-    assert PROJECT["project"]["version"] == verl.__version__
+
+def test_size_counts_every_line_by_package() -> None:
+    done = subprocess.run(["make", "-s", "size"], cwd=ROOT, capture_output=True, text=True, check=True)
+    sizes = {name: int(lines) for lines, name in map(str.split, done.stdout.splitlines())}
+    counted = {path: path.read_bytes().count(b"\n") for path in (ROOT / "verl").rglob("*.py")}
+    cli = ROOT / "verl" / "cli"
+    assert sizes["verl/cli"] == sum(lines for path, lines in counted.items() if cli in path.parents)
+    assert sizes.pop("all") == sum(sizes.values()) == sum(counted.values())
 
 
 def test_files_beside_the_code_are_shipped() -> None:
@@ -42,7 +60,7 @@ def test_files_beside_the_code_are_shipped() -> None:
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["verl"]
     shipped = {path for pattern in patterns for path in package.glob(pattern)}
     beside = {path for path in package.rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert package / "config" / "presets" / "grpo.yaml" in shipped and beside - shipped == set()
+    assert {package / "py.typed", package / "config" / "presets" / "grpo.yaml"} <= shipped and beside - shipped == set()
 
 
 def test_ci_calls_make_test() -> None:
