@@ -9,7 +9,7 @@ from verl.config import Config, SupervisedConfig
 
 # How threads wait for work; the count, of looks before they sleep, is GNU's alone.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
-# glibc hands freed tensors back to the system, which has to clear every page of the next one: a sixth of the time of a
+# glibc hands freed tensors back to the system, which has to clear every page of the next one: a second and more of a
 # training step. As its environment variables and as its function mallopt knows them: nothing is mapped by itself, and
 # the heap does not shrink.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
