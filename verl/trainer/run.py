@@ -190,9 +190,7 @@ def _attempt(
         return
     state = TrainerState.fresh(config, inputs.loader)
     write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
-    for file, digest in user_code.LOADED.items():
-        run_dir.log_event("user_code", file, f"sha256 {digest}", state.step)
-    user_code.LOADED.clear()  # a later run of this process may have others
+    _note_user_code(run_dir, state.step)
     if not restarts:
         _describe(console, config, inputs, total_steps)
     timer = StepTimer()
@@ -236,6 +234,12 @@ def _attempt(
             raise
     run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
     write_report(run_dir)
+
+
+def _note_user_code(run_dir: RunDir, step: int) -> None:
+    for file, digest in user_code.LOADED.items():
+        run_dir.log_event("user_code", file, f"sha256 {digest}", step)
+    user_code.LOADED.clear()  # a later run of this process may have others
 
 
 def say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from verl.trainer.sources import Source
 from verl.trainer.state import STATE_NAME, TrainerState
 
 POLL_SECONDS = 0.02
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -76,9 +78,18 @@ class Saver:
             flight.commit.result()
 
     def finish(self) -> None:
-        """Wait until nothing is under way. Raises CheckpointError: it could not be written."""
+        """Wait until nothing is under way; every ``cluster.stall_seconds`` it is said what for.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        began, said = time.monotonic(), 0.0
         while self._flight is not None:
             self.advance()
+            waited = time.monotonic() - began
+            if self._flight is not None and waited >= said + self.config.cluster.stall_seconds:
+                said = waited
+                _log.warning("waiting for %s to be written, since %.0f s", self._flight.pending.path, waited)
             if self._flight is not None:
                 time.sleep(POLL_SECONDS)
 
