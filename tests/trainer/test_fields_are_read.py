@@ -25,7 +25,6 @@ ELSEWHERE = {
     "cluster.address",  # Ray
     "cluster.start_timeout",
     "cluster.collective_timeout",  # several ranks
-    "cluster.stall_seconds",
     "cluster.dashboard",
     "trainer.max_restarts",
     "profiler.roles",  # where a step is profiled: test_profiling.py, test_profiled_run.py

@@ -155,6 +155,7 @@ def test_an_error_of_ones_own_is_not_blamed_on_the_others() -> None:
 def test_a_rank_that_ends_is_noticed_at_once(small_dir: Path, tmp_path: Path) -> None:
     """Not after the time limit of an exchange, and with the name of what was waited for."""
     with started_pool(small_dir, 2, tmp_path / "two") as pool:
+        assert pool.each("compare", 0) == ["same", "same"]  # all have met
         pool.send("exit_at_once", 1)
         answer = pool.receive(0, seconds=20.0)
     assert isinstance(answer, RanksLostError) and answer.what == "training rank 0 waited in vain for the others: a test"

@@ -83,11 +83,11 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
-        began, said = time.monotonic(), 0.0
+        began, said, every = time.monotonic(), 0.0, self.config.cluster.stall_seconds
         while self._flight is not None:
             self.advance()
             waited = time.monotonic() - began
-            if self._flight is not None and waited >= said + self.config.cluster.stall_seconds:
+            if self._flight is not None and waited >= said + every:
                 said = waited
                 _log.warning("waiting for %s to be written, since %.0f s", self._flight.pending.path, waited)
             if self._flight is not None:
