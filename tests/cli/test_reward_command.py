@@ -66,11 +66,52 @@ def test_what_people_read(files, capsys):
 
 def test_truths_stand_in_for_responses(files, capsys):
     (report,) = as_json(capsys, "gsm8k", "--data", "plain.jsonl", "--template", "#### {truth}")["reports"]
-    assert report["by_kind"] == {"own truth": 1.0, "another's truth": 0.0}
+    assert report["scores"] == [1.0, 1.0, 1.0]
+    unchanged = {"compared": 2, "unchanged": 0, "highest": 2, "highest_unchanged": 0, "mean": 0.0, "warning": None}
+    assert report["other_truth"] == unchanged  # source a has one row only
     assert main(["reward", "test", "gsm8k", "--data", "plain.jsonl"]) == 0
     assert "give responses, or --template" in capsys.readouterr().out
     assert main(["reward", "test", "gsm8k", "--data", "plain.jsonl", "--template", "####"]) == 2
     assert "write it as {truth}" in capsys.readouterr().err
+
+
+def test_a_reward_that_ignores_the_truth_is_told(files, capsys):
+    signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+    rewards = {"form.py": "float('####' in solution_str)", "same.py": "0.5", "half.py": "ground_truth in '24'"}
+    for name, body in rewards.items():
+        (files / name).write_text(signature + body)
+    rows = [
+        {"prompt": "?", "answer": str(i), "response": response} for i, response in ((2, "#### 2"), (4, "4"), (6, ""))
+    ]
+    (files / "three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def found(*words: str) -> dict:
+        return as_json(capsys, *words, "--data", "three.jsonl")["reports"][0]["other_truth"]
+
+    told = found("form.py")
+    assert (told["compared"], told["unchanged"], told["highest_unchanged"]) == (3, 3, 1)
+    assert "does not look at the ground truth" in told["warning"]
+    assert found("same.py")["warning"].startswith("all scores are 0.5, whatever the ground truth")
+    told = found("half.py")  # 2 has the truth 4 instead, 4 has 6, 6 has 2
+    assert (told["unchanged"], told["highest"], told["highest_unchanged"], told["warning"]) == (1, 2, 1, None)
+    assert main(["reward", "test", "form.py", "--data", "three.jsonl", "--plain"]) == 0
+    out = capsys.readouterr().out
+    assert "3 of 3 scores unchanged (100.0%), of the highest 1 of 1" in out and "warning: the reward does not" in out
+    assert found("form.py", "--limit", "1") is None
+    assert main(["reward", "test", "form.py", "--data", "three.jsonl", "--limit", "1", "--plain"]) == 0
+    assert "no row has another truth" in capsys.readouterr().out
+
+
+def test_functions_of_columns_get_another_rows(files, capsys):
+    body = (
+        "def reward(completions, answer, **columns):\n    return [float(a in c) for a, c in zip(answer, completions)]\n"
+    )
+    (files / "trl.py").write_text(body)
+    rows = [{"prompt": "?", "answer": str(i), "response": str(i)} for i in range(300)]
+    (files / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (report,) = as_json(capsys, "trl.py", "--name", "reward", "--data", "many.jsonl")["reports"]
+    assert report["responses"] == 300 and report["other_truth"]["compared"] == 150  # every second, at most 256
+    assert report["other_truth"]["mean"] == 0 and report["score"]["mean"] == 1
 
 
 def test_responses_of_a_file_by_order_by_row_and_by_themselves(files, capsys):

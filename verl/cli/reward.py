@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, command, group, positive, seconds
@@ -23,9 +23,10 @@ examples:
   verl reward test my_reward.py --data my.jsonl                          a column "response" of the data
   verl reward test my_reward.py --data my.parquet --responses out.jsonl  responses in a file of their own
   verl reward test gsm8k --responses runs/first/samples/step_000010.jsonl
-  verl reward test math --data math.jsonl --template "\\boxed{{truth}}"     each truth, and the next row's in its place
+  verl reward test math --data math.jsonl --template "\\boxed{{truth}}"     each truth as a response
   verl reward test gsm8k --data my.parquet --responses out.jsonl --compare my_reward.py
 
+Responses are scored with another row's truth, too: a score that does not change ignores it.
 WHAT is a Python file with a reward function, or a built-in rule (docs/rewards.md). A line of --responses has "response"
 (text, or a list of texts), and is for the data's row of the same number unless its "row" (or a sample's "uid") says
 which. Without --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
@@ -59,7 +60,7 @@ def _test(arguments: argparse.Namespace) -> None:
 
     from verl.cli.progress import progress
     from verl.data.options import parse_options
-    from verl.rewards.trial import read_tried, reward_config, try_reward
+    from verl.rewards.trial import read_tried, reward_config, try_reward, with_other_truths
 
     wanted = [(arguments.what, arguments.name, parse_options(arguments.option))]
     if arguments.compare:
@@ -74,10 +75,11 @@ def _test(arguments: argparse.Namespace) -> None:
         arguments.prompt_key,
         arguments.answer_key,
     )
+    others = with_other_truths(tried)
     reports = []
     for (what, _, _), config in zip(wanted, configs, strict=True):
         with progress(len(tried), "responses", arguments.plain or arguments.json) as told:
-            reports.append(try_reward(what, config, tried, told))
+            reports.append(try_reward(what, config, tried, told, others))
     if arguments.json:
         print(json.dumps(_as_json(reports), indent=2))
         return
@@ -103,8 +105,6 @@ def _as_json(reports: Sequence[Report]) -> Any:
 
 
 def _print(console: Console, report: Report) -> None:
-    from verl.rewards.trial import RESPONSES_NEED
-
     found = report.as_json()
     say = console.print
     rate = f", {len(report.scores) / report.seconds:.0f} responses/s" if report.seconds else ""
@@ -118,13 +118,11 @@ def _print(console: Console, report: Report) -> None:
             name = f"{part['from']:.4g}" + (f" to {part['to']:.4g}" if part["to"] != part["from"] else "")
             bar = "#" * -(-int(part["responses"]) * BAR_WIDTH // top)
             say(f"  {name:>20} {part['responses']:>7} {bar}".rstrip())
-    for title, means in (("source", found["by_source"]), ("response", found["by_kind"])):
-        if len(means) > 1:
-            for name, mean in means.items():
-                say(f"  {title} {_short(name, 60)}: mean {'-' if mean is None else f'{mean:.4g}'}")
-    kinds = found["by_kind"]
-    if kinds.get("own truth") == 0 and not kinds.get("another's truth"):
-        say(f"  {RESPONSES_NEED}")
+    if len(found["by_source"]) > 1:
+        for name, mean in found["by_source"].items():
+            say(f"  source {_short(name, 60)}: mean {'-' if mean is None else f'{mean:.4g}'}")
+    if found["scored"]:
+        _print_other_truth(say, found["other_truth"])
     _print_failures(console, found)
     slow = [place for place in found["slowest"] if place["seconds"] >= 0.001]
     if slow:
@@ -132,6 +130,19 @@ def _print(console: Console, report: Report) -> None:
         for place in slow:
             say(f"  {place['seconds']:.3f} s  {_short(place['where'], 80)}: {_short(place['response'], 80)}")
     say("")
+
+
+def _print_other_truth(say: Callable[[str], None], found: dict[str, Any] | None) -> None:
+    if found is None:
+        say("  no row has another truth to score its response with: whether the truth counts is not known")
+        return
+    share = found["unchanged"] / found["compared"]
+    say(
+        f"  with another row's truth: mean {found['mean']:.4g}; {found['unchanged']} of {found['compared']} scores "
+        f"unchanged ({share:.1%}), of the highest {found['highest_unchanged']} of {found['highest']}"
+    )
+    if found["warning"]:
+        say(f"  warning: {found['warning']}")
 
 
 def _print_failures(console: Console, found: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,12 +27,13 @@ AT_ONCE = 256  # responses
 MOST_IDS = 4096  # characters of a response that stand for its token ids
 SHOWN = 5  # of failures, slowest and disagreements
 BINS = 10
+MOST_EXCHANGED = 256  # responses that are scored against another row's truth as well
 RESPONSES_NEED = "no ground truth alone is a right response to this reward: give responses, or --template"
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A response and its row; ``kind``: ``given``, or ``own truth`` or ``another's truth`` that stands in for one."""
+    """A response and its row; ``kind``: ``given``, or the row's ``own truth`` that stands in for one."""
 
     row: PromptRow
     response: str
@@ -41,11 +42,16 @@ class Tried:
 
 @dataclass
 class Report:
-    """What one reward said of all responses, in their order."""
+    """What one reward said of all responses, in their order.
+
+    Attributes:
+        others: pairs of scores that some of the responses got: with their own row's truth, and with another's.
+    """
 
     name: str
     tried: Sequence[Tried]
     scores: list[Score] = field(default_factory=list)
+    others: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -60,7 +66,7 @@ class Report:
             "score": {"mean": sum(values) / len(values), "min": min(values), "max": max(values)} if values else None,
             "distribution": distribution(values),
             "by_source": self._means(lambda tried: tried.row.data_source),
-            "by_kind": self._means(lambda tried: tried.kind),
+            "other_truth": self._other_truth(),
             "failures": self._failures(),
             "slowest": [{"seconds": self.scores[i].seconds, **self.place(i)} for i in slowest],
             "seconds": self.seconds,
@@ -69,6 +75,30 @@ class Report:
     def place(self, i: int) -> dict[str, Any]:
         row = self.tried[i].row
         return {"where": row.location, "ground_truth": row.ground_truth, "response": self.tried[i].response}
+
+    def _other_truth(self) -> dict[str, Any] | None:
+        """What became of scores when the truth was another row's; of the highest apart, which should all fall."""
+        if not self.others:
+            return None
+        best = max(own for own, _ in self.others)
+        kept = [own for own, other in self.others if own == other]
+        return {
+            "compared": len(self.others),
+            "unchanged": len(kept),
+            "highest": sum(own == best for own, _ in self.others),
+            "highest_unchanged": kept.count(best),
+            "mean": sum(other for _, other in self.others) / len(self.others),
+            "warning": self._ignores_truth(len(kept), best),
+        }
+
+    def _ignores_truth(self, kept: int, best: float) -> str | None:
+        if kept < len(self.others):
+            return None
+        if any(own != best for own, _ in self.others):
+            return "the reward does not look at the ground truth: right for a rule of form, wrong for one of answers"
+        if self.tried[0].kind == "own truth" and best == 0:
+            return RESPONSES_NEED
+        return f"all scores are {best:.4g}, whatever the ground truth: it is ignored, or no response is right"
 
     def _means(self, group: Callable[[Tried], str]) -> dict[str, float | None]:
         values: dict[str, list[float]] = {}
@@ -98,8 +128,17 @@ def reward_config(
     return RewardConfig(**settings | ({"timeout": timeout} if timeout else {}))
 
 
-def try_reward(name: str, config: RewardConfig, tried: Sequence[Tried], told: Callable[[int], None]) -> Report:
+def try_reward(
+    name: str,
+    config: RewardConfig,
+    tried: Sequence[Tried],
+    told: Callable[[int], None],
+    exchanged: Mapping[int, Tried] | None = None,
+) -> Report:
     """Score everything; ``told`` gets the number of responses done.
+
+    Args:
+        exchanged: by their places, responses to score with another truth as well: :func:`with_other_truths`.
 
     Raises:
         RewardError: as the scorer, except that any share may fail.
@@ -113,9 +152,34 @@ def try_reward(name: str, config: RewardConfig, tried: Sequence[Tried], told: Ca
             report.scores += scorer.judge(batch_of(part))
             told(first + len(part))
         report.seconds = time.perf_counter() - start
+        if exchanged:
+            others = scorer.judge(batch_of(list(exchanged.values())))
+            pairs = [(report.scores[i].value, other.value) for i, other in zip(exchanged, others, strict=True)]
+            report.others = [(own, other) for own, other in pairs if own is not None and other is not None]
     finally:
         scorer.close()
     return report
+
+
+def with_other_truths(tried: Sequence[Tried]) -> dict[int, Tried]:
+    """Responses from all over ``tried``, by their places, each with all that another row of its source says beside the
+    prompt; rows whose source has one truth only are left out."""
+    rings: dict[str, dict[str, PromptRow]] = {}
+    for one in tried:
+        rings.setdefault(one.row.data_source, {}).setdefault(repr(one.row.ground_truth), one.row)
+    following = {
+        source: dict(zip(ring, [*list(ring.values())[1:], next(iter(ring.values()))], strict=True))
+        for source, ring in rings.items()
+        if len(ring) > 1
+    }
+    places = [i for i, one in enumerate(tried) if one.row.data_source in following]
+    found = {}
+    for i in places[:: -(-len(places) // MOST_EXCHANGED) or 1]:
+        row = tried[i].row
+        other = following[row.data_source][repr(row.ground_truth)]
+        told = {"ground_truth": other.ground_truth, "extra_info": other.extra_info, "columns": other.columns}
+        found[i] = replace(tried[i], row=replace(row, **told))
+    return found
 
 
 def disagreements(one: Report, other: Report) -> tuple[int, list[int]]:
@@ -183,7 +247,7 @@ def read_tried(
         data: a data file as training takes it; None: the lines of ``responses`` say what they answer.
         responses: JSON lines with a response (or a list of them) each, for the data's rows in their order or for the
             row that their ``row`` or a sample's ``uid`` names; or the samples of a run. None: a column of the data
-            holds them, or else each row's own ground truth and the next row's stand in for a response.
+            holds them, or else each row's own ground truth stands in for a response.
         template: what is made of such a ground truth.
 
     Raises:
@@ -206,10 +270,7 @@ def read_tried(
         return [Tried(row, text) for row, texts in zip(rows, held_responses, strict=True) for text in texts]
     if "{truth}" not in template:
         raise DataError("--template has no place for the ground truth.", template, "write it as {truth}")
-    texts = [template.replace("{truth}", str(row.ground_truth)) for row in rows]
-    own = [Tried(row, text, "own truth") for row, text in zip(rows, texts, strict=True)]
-    others = zip(rows, texts, texts[1:] + texts[:1], strict=True)
-    return own + [Tried(row, other, "another's truth") for row, text, other in others if other != text]
+    return [Tried(row, template.replace("{truth}", str(row.ground_truth)), "own truth") for row in rows]
 
 
 def _rows(
