@@ -8,6 +8,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE_STAMP := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q -q
 PYTEST := $(BIN)/python -m pytest -q
 
@@ -20,7 +21,7 @@ DATA_ARGS := --task chain_sum --size 2000 --val-size 100 --seed 1 \
 TRAIN_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check test drills docs size clean
+.PHONY: help setup quickstart check test drills docs site size clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo "make check       lint, types and layers only"
 	@echo "make drills      long runs and failure drills"
 	@echo "make docs        write docs/configuration.md and docs/metrics.md again, from the code"
+	@echo "make site        build the documentation site, strictly, into site/"
 	@echo "make size        lines of Python by package"
 	@echo "make setup       only the environment, $(VENV)"
 	@echo "make clean       remove caches and build leftovers (not $(VENV), runs/ or data/)"
@@ -69,11 +71,21 @@ docs: $(STAMP)
 	@$(BIN)/verl config reference --out docs/configuration.md
 	@$(BIN)/verl metrics reference --out docs/metrics.md
 
+# The site's tools come at its first build: nothing else needs them.
+$(SITE_STAMP): $(STAMP)
+	@echo "setting up $(VENV): the documentation site"
+	@$(PIP) install $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+site: $(SITE_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
+
 size:
 	@find verl -name '*.py' -exec wc -l {} + | awk '$$2 != "total" { split($$2, part, "/"); \
 		package = part[2] ~ /[.]py$$/ ? "verl" : "verl/" part[2]; lines[package] += $$1; all += $$1 } \
 		END { for (name in lines) printf "%7d %s\n", lines[name], name; printf "%7d all\n", all }' | sort -n
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find verl tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,19 @@
-"""Links of README.md and docs/ lead somewhere: files of the repository, headings of pages."""
+"""Links of README.md and docs/ lead somewhere: files of the repository, headings of pages. The site has them all."""
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from verl.config import load_config
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def prose(page: Path) -> str:
@@ -37,7 +40,7 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
 
@@ -57,7 +60,29 @@ def test_every_page_can_be_reached() -> None:
             seen.add(page)
             links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
             waiting += [(page.parent / link).resolve() for link in links]
-    assert {page.name for page in PAGES} == {page.name for page in seen}
+    assert set(PAGES) == seen
+
+
+def pages_in(navigation: Any) -> list[str]:
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for part in parts for page in pages_in(part)]
+
+
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    navigation = pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    ours = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
+    brought = {"index.md", "contributing.md", "changelog.md", "reporting.md"}  # by docs/site_hooks.py
+    assert sorted(navigation) == sorted(ours | brought)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda page: page.name)
+def test_what_the_python_pages_document_exists(page: Path) -> None:
+    names = re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert names or page.name == "index.md"
+    for name in names:
+        assert pkgutil.resolve_name(name).__doc__, name
 
 
 def test_the_worked_example_of_concepts() -> None:
