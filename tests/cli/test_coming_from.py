@@ -1,4 +1,4 @@
-"""What docs/coming-from-verl.md and docs/coming-from-trl.md promise: their scripts run, their keys exist."""
+"""What the pages docs/coming-from-*.md promise: their scripts run, their keys exist."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from verl.cli import entry
 from verl.config import load_config
@@ -25,6 +27,7 @@ from verl.trainer import main_ppo
 ROOT = Path(__file__).parents[2]
 FROM_VERL = (ROOT / "docs" / "coming-from-verl.md").read_text(encoding="utf-8")
 FROM_TRL = (ROOT / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
+FROM_OPENRLHF = (ROOT / "docs" / "coming-from-openrlhf.md").read_text(encoding="utf-8")
 
 SMALL = [
     "actor_rollout_ref.model.path=tiny-llama",
@@ -196,18 +199,18 @@ def test_hydras_settings_are_set_aside() -> None:
     assert "settings of Hydra" in notice
 
 
-def test_the_script_from_trl_trains_as_converted(tmp_path: Path) -> None:
-    """The page's YAML and reward file as they stand, except for a smaller model and shorter run."""
+def train_as_converted(page: str, folder: Path, rows: str, scored: int) -> None:
+    """The page's vowels.yaml as it stands, except for a smaller model and shorter run."""
     from verl import Trainer
 
-    (tmp_path / "reward.py").write_text(block(FROM_TRL, "python", "# reward.py"))
-    (tmp_path / "vowels.yaml").write_text(block(FROM_TRL, "yaml", "# vowels.yaml"))
-    row = {"prompt": [{"role": "user", "content": "Say vowels"}], "answer": "aeiou"}
-    (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    reward = re.search(r"path: (reward\w*\.py)", page)
+    assert reward
+    (folder / reward[1]).write_text(block(page, "python", f"# {reward[1]}"))
+    (folder / "vowels.yaml").write_text(block(page, "yaml", "# vowels.yaml"))
     smaller = {
-        "data.train_files": str(tmp_path / "train.jsonl"),
-        "reward.custom_reward_function.path": str(tmp_path / "reward.py"),
-        "trainer.default_local_dir": str(tmp_path / "run"),
+        "data.train_files": str(folder / rows),
+        "reward.custom_reward_function.path": str(folder / reward[1]),
+        "trainer.default_local_dir": str(folder / "run"),
         "model.path": "tiny-llama",
         "trainer.total_training_steps": 2,
         "data.max_response_length": 8,
@@ -215,15 +218,43 @@ def test_the_script_from_trl_trains_as_converted(tmp_path: Path) -> None:
         "cluster.threads": 1,
         "trainer.device": "cpu",
     }
-    loaded = load_config(tmp_path / "vowels.yaml", smaller)
+    loaded = load_config(folder / "vowels.yaml", smaller)
     assert loaded.notices == []
     result = Trainer(loaded, display="quiet").fit()
-    assert result.summary.trained_steps == 2 and all(line["reward/scored"] == 32 for line in result.metrics)
+    assert result.summary.trained_steps == 2 and all(line["reward/scored"] == scored for line in result.metrics)
+
+
+def test_the_script_from_trl_trains_as_converted(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "Say vowels"}], "answer": "aeiou"}
+    (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    train_as_converted(FROM_TRL, tmp_path, "train.jsonl", scored=4 * 8)
     trl, ours = block(FROM_TRL, "python", "# TRL"), block(FROM_TRL, "python", "# reward.py")
     assert ours.removeprefix("# reward.py\n").strip() in trl  # the function is unchanged
 
 
-@pytest.mark.parametrize("page", [FROM_VERL, FROM_TRL], ids=["verl", "trl"])
+def test_the_script_from_openrlhf_trains_as_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"question": "Say vowels", "answer": "aeiou"}
+    Path("train.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    convert = shlex.split(block(FROM_OPENRLHF, "bash", "verl data convert"))
+    assert entry.main(convert[1:]) == 0
+    assert json.loads(Path("chat.jsonl").read_text().splitlines()[0])["prompt"][0]["role"] == "user"
+    train_as_converted(FROM_OPENRLHF, tmp_path, "chat.jsonl", scored=8 * 8)
+
+
+def test_the_converted_openrlhf_script_has_the_sizes_of_its_flags() -> None:
+    words = shlex.split(block(FROM_OPENRLHF, "bash", "# OpenRLHF").replace("\\\n", " "), comments=True)
+    flags = dict(pairwise(words))
+    config = load_config(yaml.safe_load(block(FROM_OPENRLHF, "yaml", "# vowels.yaml"))).config
+    assert config.data.train_batch_size == int(flags["--rollout_batch_size"])
+    responses = int(flags["--n_samples_per_prompt"])
+    assert config.rollout.n == responses
+    assert config.actor.ppo_mini_batch_size * responses == int(flags["--train_batch_size"])
+    assert config.actor.ppo_micro_batch_size_per_gpu == int(flags["--micro_train_batch_size"])
+    assert config.actor.kl_loss_coef == float(flags["--init_kl_coef"])
+
+
+@pytest.mark.parametrize("page", [FROM_VERL, FROM_TRL, FROM_OPENRLHF], ids=["verl", "trl", "openrlhf"])
 def test_every_key_that_a_page_names_exists(page: str) -> None:
     words = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", page)
     ours = [word for word in words if word.split(".")[0] in sections()]
@@ -232,7 +263,7 @@ def test_every_key_that_a_page_names_exists(page: str) -> None:
     assert [word for word in ours if canonical(word) not in known and no_meaning(word) is None] == []
 
 
-@pytest.mark.parametrize("page", [FROM_VERL, FROM_TRL], ids=["verl", "trl"])
+@pytest.mark.parametrize("page", [FROM_VERL, FROM_TRL, FROM_OPENRLHF], ids=["verl", "trl", "openrlhf"])
 def test_every_command_that_a_page_names_exists(page: str) -> None:
     import argparse
 
