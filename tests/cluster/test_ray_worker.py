@@ -28,6 +28,7 @@ set_environment(1)  # as the command line does for a run over Ray
 import numpy as np
 import ray
 import torch
+from verl.cluster.ray_runtime import _answers_anybody
 from verl.cluster.start import start_workers
 from verl.errors import VerlError
 from verl.protocol import DataProto
@@ -75,6 +76,7 @@ with start_workers(config, lines.append, None, lambda *event: events.append(even
 
     probe = Path(sys.argv[2])
     address = ray.get_runtime_context().gcs_address
+    found["answers_anybody"] = _answers_anybody(address)
     bare = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(probe.parent)}
     clients = {}
     for name, token in (("without", None), ("wrong", "0" * 64), ("right", os.environ["RAY_AUTH_TOKEN"])):
@@ -174,6 +176,10 @@ def test_b159_a_client_without_the_token_is_refused(found: dict[str, Any], clien
     code, out, err = found[f"client_{client}"]
     assert code != 0 and "executed" not in out, (code, out, err)
     assert "AuthenticationError" in err, err
+
+
+def test_that_it_asks_for_a_token_is_seen(found: dict[str, Any]) -> None:
+    assert found["answers_anybody"] is False
 
 
 def test_a_client_with_the_token_is_served(found: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric
+from verl.cluster.placement import make_plan
 from verl.cluster.start import start_workers
 from verl.cluster.threads import MALLOC, available_cores, process_threads, worker_environment
 from verl.cluster.worker import Worker, choose_device, limits_of
@@ -297,3 +299,21 @@ def test_a_failed_set_up_leaves_no_reward_process(
     with pytest.raises(ConfigError, match="on fire"), start_workers(config_of(tiny_model_dir), print):
         pass
     assert len(closed) == (failing == "compare")
+
+
+@pytest.mark.parametrize("open_to_all", [True, False])
+def test_joining_a_cluster_that_asks_for_no_token_warns_once(
+    monkeypatch: pytest.MonkeyPatch, open_to_all: bool
+) -> None:
+    from verl.cluster import ray_runtime
+
+    monkeypatch.setattr(ray_runtime, "_start_ray", lambda *_: "")
+    monkeypatch.setattr(ray_runtime, "_answers_anybody", lambda address: open_to_all and address == "10.0.0.1:6379")
+    monkeypatch.setattr(ray_runtime, "ray", MagicMock())
+    ray_runtime.ray.get_runtime_context().gcs_address = "10.0.0.1:6379"
+    config = build_config({"data": {"train_files": "-"}, "model": {"path": "-"}, "cluster": {"address": "auto"}})
+    said: list[str] = []
+    with ray_runtime.ray_running(config, make_plan(config, 1, 0), said.append):
+        pass
+    assert len(said) == open_to_all
+    assert not said or said[0].startswith("warning: the Ray cluster at auto asks for no token")

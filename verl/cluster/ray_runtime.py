@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from verl.cluster.object_store import STORE_FULL, store_full
 from verl.cluster.placement import Machine, Plan
 from verl.config import Config
 from verl.errors import ClusterError
@@ -44,14 +45,35 @@ def ray_running(config: Config, plan: Plan, report: Callable[[str], None]) -> It
             reaper = _start_reaper()
         with _own_sigterm():
             dashboard = _start_ray(config, plan.cpus(), _object_store(config, plan))
+        if config.cluster.address is not None and _answers_anybody(ray.get_runtime_context().gcs_address):
+            report(
+                f"warning: the Ray cluster at {config.cluster.address} asks for no token: whoever reaches it can run "
+                "code in this run and read its data; start it with RAY_AUTH_MODE=token and a token of yours"
+            )
         if config.cluster.dashboard:
             report(f"Ray's dashboard: http://{dashboard}" if dashboard else "the Ray cluster runs no dashboard")
         yield [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    except STORE_FULL as error:
+        raise store_full() from error
     finally:
         ray.shutdown()
         if reaper is not None:
             with suppress(subprocess.TimeoutExpired):
                 reaper.communicate(b".", timeout=REAPER_SECONDS)
+
+
+def _answers_anybody(address: str) -> bool:
+    """Whether Ray at this address serves a client without a token.
+
+    A process of its own asks: in this one, Ray keeps the token that it was started with.
+    """
+    ask = "import sys, ray._raylet as r; r.GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, timeout=5)"
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH_")}
+    command = [sys.executable, "-c", ask, address]
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, env=bare | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, timeout=30)
+        return done.returncode == 0
+    return False
 
 
 def _object_store(config: Config, plan: Plan) -> int:
@@ -114,7 +136,9 @@ def _start_ray(config: Config, cpus: int, object_store: int) -> str:
         raise ClusterError(
             f"Ray could not be {'reached' if address else 'started'}: {error}",
             address,
-            "check cluster.address" if address else "run with cluster.backend=inline to do without Ray",
+            "check cluster.address; where the cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+            if address
+            else "run with cluster.backend=inline to do without Ray",
         ) from error
     if address is None and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         raise ClusterError(

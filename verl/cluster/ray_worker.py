@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric, merge_all
+from verl.cluster.object_store import STORE_FULL, store_full, stored
 from verl.cluster.profiling import Span
 from verl.cluster.roles import merged_memory
 from verl.cluster.start import EventLog
@@ -86,8 +87,9 @@ class RayWorkers:
 
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
         shares = share_requests(requests, len(self._actors))
+        scored = None if prompts is None else stored(prompts)
         calls = [
-            actor.generate.remote([requests[i] for i in share], prompts if rank == 0 else None)  # it has the scorer
+            actor.generate.remote([requests[i] for i in share], scored if rank == 0 else None)  # it has the scorer
             for rank, (actor, share) in enumerate(zip(self._actors, shares, strict=True))
         ]
         found: dict[int, Result] = {}
@@ -126,40 +128,40 @@ class RayWorkers:
 
     def score(self, batch: DataProto) -> DataProto:
         """On the first rank: a reward function may look at a batch as a whole."""
-        return self._answers("score", [self._actors[0].score.remote(batch)])[0]
+        return self._answers("score", [self._actors[0].score.remote(stored(batch))])[0]
 
     def expect(self, requests: list[Request], prompts: DataProto) -> None:
         """Nobody waits for this; what goes wrong shows when the batch is scored."""
-        self._actors[0].expect.remote(requests, prompts)
+        self._actors[0].expect.remote(requests, stored(prompts))
 
     def hear(self, results: list[Result]) -> Any:
         """A reference to the answer."""
         return self._actors[0].hear.remote(results)
 
     def actor_log_probs(self, batch: DataProto) -> DataProto:
-        shared = ray.put(batch)
+        shared = stored(batch)
         return self._answers("actor_log_probs", [actor.actor_log_probs.remote(shared) for actor in self._actors])[0]
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
-        shared = ray.put(batch)
+        shared = stored(batch)
         calls = [actor.reference_log_probs.remote(shared) for actor in self._actors]
         return self._answers("reference_log_probs", calls)[0]
 
     def full_kl(self, batch: DataProto) -> DataProto:
-        shared = ray.put(batch)
+        shared = stored(batch)
         return self._answers("full_kl", [actor.full_kl.remote(shared) for actor in self._actors])[0]
 
     def values(self, batch: DataProto) -> DataProto:
-        shared = ray.put(batch)
+        shared = stored(batch)
         return self._answers("values", [actor.values.remote(shared) for actor in self._actors])[0]
 
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        shared = ray.put(mini_batch)
+        shared = stored(mini_batch)
         calls = [actor.update_actor.remote(shared, denominators) for actor in self._actors]
         return merge_all(self._answers("update_actor", calls))
 
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
-        shared = ray.put(mini_batch)
+        shared = stored(mini_batch)
         calls = [actor.update_critic.remote(shared, denominators) for actor in self._actors]
         return merge_all(self._answers("update_critic", calls))
 
@@ -215,6 +217,8 @@ class RayWorkers:
 
     def _raise(self, call: str, rank: int, error: Exception) -> NoReturn:
         who = self._who(rank)
+        if isinstance(error, STORE_FULL):
+            raise store_full() from error
         if isinstance(error, RayTaskError):
             error.add_note(f"in {who}, during {call}")
             if isinstance(error.cause, VerlError):

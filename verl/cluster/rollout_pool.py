@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.cluster.early_scoring import for_scoring
 from verl.cluster.groups import ray_options
+from verl.cluster.object_store import STORE_FULL, store_full
 from verl.cluster.placement import WorkerSpec
 from verl.cluster.profiling import Span, joined
 from verl.cluster.ray_worker import RayWorkers, memory_kills
@@ -350,6 +351,8 @@ class RolloutPool:
         member.heard = now = time.monotonic()
         try:
             answer = ray.get(call)
+        except STORE_FULL as error:  # also of the weights that it was to take
+            raise store_full() from error
         except RayTaskError as error:
             if isinstance(error.cause, VerlError):
                 raise error.cause from error
