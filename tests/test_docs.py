@@ -11,6 +11,9 @@ import pytest
 import yaml
 
 from verl.config import load_config
+from verl.config.aliases import canonical
+from verl.config.keys import free_dict_of, leaves, sections, using
+from verl.config.schema_supervised import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -83,6 +86,24 @@ def test_what_the_python_pages_document_exists(page: Path) -> None:
     assert names or page.name == "index.md"
     for name in names:
         assert pkgutil.resolve_name(name).__doc__, name
+
+
+NOT_OURS = ("configuration.md", "coming-from-", "sft.md")  # these name keys of others, too
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if not page.name.startswith(NOT_OURS)],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_every_key_that_a_page_names_exists(page: Path) -> None:
+    known = {*leaves(), *sections()}
+    for schema in COMMANDS.values():
+        with using(schema):
+            known |= {*leaves(), *sections()}
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8"))
+    ours = {key for key in named if key.split(".")[0] in known and not key.endswith((".py", ".json", ".gz"))}
+    assert sorted(key for key in ours if canonical(key) not in known and free_dict_of(key) is None) == []
 
 
 def test_the_worked_example_of_concepts() -> None:
