@@ -38,7 +38,7 @@ from verl.run_dir import RunDir
 from verl.tracking.trackers import Tracker
 from verl.trainer import sources
 from verl.trainer.loop import TrainingLoop
-from verl.trainer.run import SOURCES
+from verl.trainer.run import source_of
 from verl.trainer.sampling import Sampler
 from verl.trainer.sources import Feed
 from verl.trainer.state import TrainerState
@@ -211,7 +211,7 @@ class SimulatedRollout:
 
 
 class SimulatedTrainer:
-    """Actor and reward: an update takes ``TRAINING`` seconds, everything else none."""
+    """Actor and reward: the updates of a batch take ``TRAINING`` seconds, everything else none."""
 
     def __init__(self, clock: RealClock) -> None:
         self.clock, self.worker, self.trained = clock, self, 0
@@ -228,7 +228,7 @@ class SimulatedTrainer:
 
     def update(self, mini_batch: DataProto, denominators: Any) -> dict[str, Any]:
         with self.clock.changed:
-            self.clock.wait(lambda: False, self.clock.now() + TRAINING)
+            self.clock.wait(lambda: False, self.clock.now() + TRAINING * len(mini_batch) / (PROMPTS * N))
             self.ends.append(self.clock.now())
         self.trained += int(mini_batch.tensors["response_mask"].sum())
         return {}
@@ -252,16 +252,23 @@ class Bytes:
 def simulate(
     mode: str, staleness: int, unit: str, length: Callable[[Slot], int], steps: int, clock: RealClock
 ) -> tuple[float, float]:
-    """Seconds of a step, and the share of the sampled tokens that was not trained."""
+    """Seconds of a step, and the share of the sampled tokens that was not trained.
+
+    Args:
+        mode: of ``trainer.mode``; ``streamed``: sync with ``trainer.stream_minibatches``, four mini-batches a step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         trainer = {"mode": mode, "default_local_dir": folder, "val_before_train": False, "total_training_steps": steps}
+        updates = 4 if mode == "streamed" else 1
+        if mode == "streamed":
+            trainer |= {"mode": "sync", "stream_minibatches": True}
         if mode == "async":
             trainer |= {"max_staleness": staleness, "staleness_unit": unit}
         config = build_config(
             {
                 "data": {"train_files": "none", "train_batch_size": PROMPTS, "max_response_length": LONGEST},
                 "model": {"path": "none"},
-                "actor": {"ppo_mini_batch_size": PROMPTS},
+                "actor": {"ppo_mini_batch_size": PROMPTS // updates},
                 "rollout": {"n": N},
                 "algorithm": {"adv_estimator": "grpo"},
                 "trainer": trainer,
@@ -274,19 +281,20 @@ def simulate(
         roles = Roles(simulated, rollout, simulated, None, None, exact_rollout=True)  # type: ignore[arg-type]
         state, timer, run_dir = TrainerState.fresh(config, loader), StepTimer(), RunDir(folder).create()
         sampler = Sampler(config.training_sampling, config, Bytes())  # type: ignore[arg-type]
-        source = SOURCES[mode](Feed(config, roles, state, sampler, timer, steps))
+        source = source_of(Feed(config, roles, state, sampler, timer, steps))
         if isinstance(clock, VirtualClock) and isinstance(source, sources.Ahead):
             source._thread = ClockedExecutor(clock)  # type: ignore[assignment]
         store, tracker = CheckpointStore(run_dir.checkpoints, None), Tracker(run_dir, {})
         loop = TrainingLoop(config, steps, roles, state, source, sampler, None, run_dir, store, tracker, timer)
         loop.fit()
-        assert len(simulated.ends) == steps
-        seconds = (simulated.ends[-1] - simulated.ends[0]) / (steps - 1)
+        assert len(simulated.ends) == steps * updates
+        seconds = (simulated.ends[-1] - simulated.ends[updates - 1]) / (steps - 1)
         return seconds, 1 - simulated.trained / rollout.workers.sampled
 
 
 RUNS = [
     ("sync", 0, ""),
+    ("streamed", 0, ""),
     ("one_step_off", 1, ""),
     ("async", 1, "sample"),
     ("async", 2, "sample"),

@@ -42,6 +42,15 @@ def test_by_default_one_process_has_all_roles_and_all_cores() -> None:
     assert (plan.groups[0].count, plan.groups[0].threads) == (2, 3)
 
 
+def test_streamed_mini_batches_need_rollout_workers_that_work_beside_the_trainer() -> None:
+    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False}
+    streamed = {"device": "cpu", "stream_minibatches": True}
+    plan = make_plan(config_of(algorithm=algorithm, trainer=streamed, rollout={"n": 2}), 6, 0)
+    assert threads(plan) == {"main": 3, "rollout": 3}
+    with pytest.raises(ConfigError, match="stream_minibatches=true needs rollout workers of their own"):
+        config_of({"main": {}}, {"rollout": "main"}, algorithm=algorithm, trainer=streamed, rollout={"n": 2})
+
+
 def with_mode(config: Config, mode: str, **rollout: Any) -> Config:
     return config.model_copy(
         update={

@@ -23,6 +23,14 @@ def test_async_does_not_wait_for_the_longest_responses() -> None:
     assert seconds <= IDEAL / 0.9 and waste == 0.0
 
 
+def test_streamed_minibatches_train_while_the_longest_responses_are_sampled() -> None:
+    """Three of the four mini-batches; nothing is gained where all responses take the same time."""
+    seconds, waste = simulate("streamed", 0, "", long_tailed, 8, VirtualClock())
+    sync = simulate("sync", 0, "", long_tailed, 8, VirtualClock())[0]
+    assert sync - 7.5 == pytest.approx(seconds) and waste == 0.0
+    assert simulate("streamed", 0, "", fixed, 6, VirtualClock())[0] == pytest.approx(20.0)
+
+
 def test_what_is_too_old_is_not_trained() -> None:
     """A response of 40 s spans five versions; with two allowed some are dropped, or lose their first tokens."""
     assert simulate("async", 2, "sample", long_tailed, 8, VirtualClock())[1] > 0.05

@@ -123,7 +123,7 @@ def make_plan(config: Config, cores: int, gpus: int, reserved: bool = False) -> 
     pools: dict[str, set[str]] = {place.actor: set()}
     for role in config.roles:
         pools.setdefault(place.actor if inline else place.pool_of(role), set()).add(role)
-    overlap = config.trainer.mode != "sync" and not inline
+    overlap = config.overlaps and not inline
     workers = list(place.rollout) if place.rollout_alone and not inline else ["rollout"] * overlap
     if not workers:
         pools[place.actor].add("rollout")

@@ -179,10 +179,12 @@ def _schedule(config: Config) -> Iterator[Problem]:
             "raise the one or lower the other",
         )
     place = config.cluster.placement
-    if trainer.mode != "sync" and place.rollout == [place.actor]:
+    if trainer.stream_minibatches:
+        yield from _streamed(config)
+    if config.overlaps and place.rollout == [place.actor]:
+        key = "stream_minibatches=true" if trainer.stream_minibatches else f"mode={trainer.mode}"
         yield Problem(
-            f"trainer.mode={trainer.mode} needs rollout workers of their own, and cluster.placement.rollout is the "
-            "actor's pool",
+            f"trainer.{key} needs rollout workers of their own, and cluster.placement.rollout is the actor's pool",
             place.actor,
             "leave cluster.placement.rollout out, or name another pool",
         )
@@ -194,6 +196,53 @@ def _schedule(config: Config) -> Iterator[Problem]:
     ):
         if on:
             yield Problem(f"{key} does not go with trainer.mode=async: {why}", None, "use trainer.mode=one_step_off")
+
+
+def _streamed(config: Config) -> Iterator[Problem]:
+    """Mini-batches that are trained while others are sampled know nothing of these others, and see moved weights."""
+    trainer, actor, algorithm = config.trainer, config.actor, config.algorithm
+    correction, own = algorithm.rollout_correction, algorithm.custom_estimator.path is not None
+    epochs = (config.uses_critic and config.critic.ppo_epochs) or 1
+    whole = "of the whole batch, which is not there yet"
+    sync = trainer.mode == "sync"
+    for key, on, why in (
+        (f"trainer.mode={trainer.mode}", not sync, "there rollout goes on beside training anyway"),
+        ("actor.shuffle=true", actor.shuffle, f"it draws mini-batches {whole}"),
+        (f"actor.ppo_epochs={actor.ppo_epochs}", actor.ppo_epochs > 1, f"later passes are {whole}"),
+        (f"critic.ppo_epochs={epochs}", epochs > 1, f"later passes are {whole}"),
+        (
+            "algorithm.whiten_advantages=true",
+            algorithm.uses("gae") and algorithm.whiten_advantages,
+            f"it takes mean and deviation {whole}",
+        ),
+        (
+            f"algorithm.adv_estimator={algorithm.adv_estimator}",
+            any(map(algorithm.uses, ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo"))),
+            f"it takes statistics {whole}",
+        ),
+        ("algorithm.custom_estimator.path", own, f"an estimator of your own may use statistics {whole}"),
+        (f"reward.scaling={config.reward.scaling}", config.reward.scaling != "none", f"it takes the deviation {whole}"),
+        ("algorithm.filter_groups.enable=true", algorithm.filter_groups.enable, "it samples batch by batch"),
+        (
+            "actor.recompute_old_log_probs=always",
+            actor.recompute_old_log_probs == "always",
+            "the weights that sampled are moved on by then, so the engine's log-probs are the old ones",
+        ),
+        (
+            "algorithm.rollout_correction",
+            correction.active and not correction.bypass_mode and sync,
+            "it compares the engine's log-probs with the trainer's of the same weights, which are moved on by then "
+            "(bypass_mode=true compares with the current ones)",
+        ),
+        (
+            f"algorithm.kl_penalty={algorithm.kl_penalty}",
+            algorithm.use_kl_in_reward and algorithm.kl_penalty.startswith("full"),
+            "it needs the trainer's weights that sampled, which are moved on by then",
+        ),
+    ):
+        if on:
+            fix = f"change {key.partition('=')[0]}, or set trainer.stream_minibatches=false"
+            yield Problem(f"{key} does not go with trainer.stream_minibatches: {why}", None, fix)
 
 
 def notices(config: Config) -> list[str]:
@@ -293,6 +342,10 @@ def _trainer_notices(config: Config) -> Iterator[str]:
             f"trainer.mode={trainer.mode} saves no time with cluster.backend=inline: one process samples and trains in "
             "turns (what it computes is the same as over Ray)"
         )
+    if trainer.stream_minibatches and config.cluster.backend == "inline":
+        yield "trainer.stream_minibatches has no effect: cluster.backend=inline samples and trains in turns"
+    elif trainer.stream_minibatches and config.streamed_prompts == config.data.train_batch_size:
+        yield "trainer.stream_minibatches has no effect: data.train_batch_size is one mini-batch"
     if config.ranks == 1 and not trainer.balance_batch:
         yield "trainer.balance_batch=false has no effect: there is one rank"
     yield from _placement_notices(config)

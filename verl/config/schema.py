@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -79,8 +80,24 @@ class Config(Section):
     @property
     def rollout_apart(self) -> bool:
         """Whether rollout has worker processes of its own."""
-        asked = self.cluster.placement.rollout_alone or self.trainer.mode != "sync"
-        return asked and self.cluster.backend != "inline"
+        return (self.cluster.placement.rollout_alone or self.overlaps) and self.cluster.backend != "inline"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether responses are sampled while others are trained on, where rollout is apart."""
+        return self.trainer.mode != "sync" or self.trainer.stream_minibatches
+
+    @property
+    def engine_log_probs(self) -> bool:
+        """Whether the engine's log-probs are the old ones, whatever the trainer's are: those of the weights that
+        sampled a mini-batch are gone when it is streamed."""
+        return self.algorithm.rollout_correction.bypass_mode or self.trainer.stream_minibatches
+
+    @property
+    def streamed_prompts(self) -> int:
+        """Prompts that are trained together with trainer.stream_minibatches: whole mini-batches of actor and critic."""
+        mini = self.actor_batch(1).mini_batch_prompts
+        return lcm(mini, self.critic_batch(1).mini_batch_prompts) if self.uses_critic else mini
 
     @property
     def bootstraps(self) -> bool:

@@ -270,6 +270,9 @@ class TrainerConfig(Section):
     staleness_unit: Literal["sample", "token"] = "sample"
     """async: sample: a response with a token over max_staleness is dropped, and its prompt sampled again with the
     others of its group; token: only such tokens are masked."""
+    stream_minibatches: bool = False
+    """sync: a mini-batch is processed and trained as soon as so many groups are complete, while the others of the batch
+    are still being sampled; which groups it is made of then depends on time."""
     logger: StringList = Field(default_factory=lambda: ["console"], **in_stage("tracking"))
     """Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, trackio; the last
     four need their package: pip install 'verl[wandb]'."""

@@ -280,7 +280,7 @@ def ratio_one(evidence: Evidence) -> Iterator[Finding]:
     ratio = evidence.series("training/first_ratio_diff_mean")
     if not ratio or next(engine_mismatch(evidence), None):
         return  # the same trouble, seen closer there
-    if config is not None and config.algorithm.rollout_correction.bypass_mode:
+    if config is not None and config.engine_log_probs:
         return
     if mean(list(ratio.values())) > MISMATCH:
         yield Finding(

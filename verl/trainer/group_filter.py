@@ -44,7 +44,6 @@ def filtered_rollout(
     settings, wanted, n = config.algorithm.filter_groups, config.data.train_batch_size, sampler.plan.n
     kept: list[DataProto] = []
     counts: Counter[str] = Counter()
-    scorer_counts: Counter[str] = Counter()
     seen: list[Tensor] = []  # all scores
     while counts["kept"] < wanted:
         if settings.max_num_gen_batches and counts["gen_batches"] == settings.max_num_gen_batches:
@@ -52,7 +51,6 @@ def filtered_rollout(
         batch = rollout(draw(), roles, sampler, timer)
         if learn is not None:
             learn(batch)
-        scorer_counts.update(batch.meta_info.pop("metrics", {}))
         scores = outcome_scores(batch.tensors["token_level_scores"], batch.tensors["response_mask"])
         seen.append(scores[batch.tensors["scored"]])
         keep = rows_with_spread(batch, settings.metric)
@@ -64,7 +62,7 @@ def filtered_rollout(
     joined = join(kept, sampler.tokenizer.pad_token_id).slice(0, wanted * n)
     filter_counts = {f"filter_groups/{name}": count for name, count in counts.items()}
     mean = {"filter_groups/score": float(torch.cat(seen).mean())}
-    joined.meta_info["metrics"] = dict(scorer_counts) | filter_counts | mean
+    joined.meta_info["metrics"] |= filter_counts | mean
     return joined
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from verl.algorithms.metric import reduce_metrics
+from verl.algorithms.metric import merge_all, reduce_metrics
 from verl.algorithms.schedules import moving_values
 from verl.checkpoint.store import CheckpointStore
 from verl.cluster.roles import Roles
@@ -20,9 +20,10 @@ from verl.run_dir import RunDir, append_line, json_line
 from verl.tracking.report import write_report
 from verl.tracking.samples import SampleWriter, Split, rows_from_batch
 from verl.tracking.trackers import Tracker
+from verl.trainer.advantages import Metrics
 from verl.trainer.batch_metrics import batch_metrics, cost_metrics, staleness_metrics
 from verl.trainer.evaluation import evaluate
-from verl.trainer.sampling import Sampler
+from verl.trainer.sampling import Sampler, join
 from verl.trainer.saving import Saver
 from verl.trainer.sources import Source
 from verl.trainer.stages import process, update
@@ -79,16 +80,22 @@ class TrainingLoop:
             with timer("step"), self.profiled():
                 now = state.scheduled(config, self.total_steps)
                 kl_coef = state.kl_coef.value(state.step, self.total_steps)
-                batch = self.source.next()
-                self.dump(batch)
-                batch, found = process(batch, roles, now, kl_coef, timer, state.shaper)
-                trained = update(batch, roles, now, state.learning_rates(config, self.total_steps), state.step, timer)
+                rates = state.learning_rates(config, self.total_steps)
+                parts: list[DataProto] = []
+                measures: list[Metrics] = []
+                for part in self.source.parts():
+                    self.dump([*parts, part])
+                    part, found = process(part, roles, now, kl_coef, timer, state.shaper)
+                    trained = update(part, roles, now, rates, state.step, timer, sum(map(len, parts)))
+                    parts.append(part)
+                    measures += [found, trained]
+                batch, measured = self.joined(parts), merge_all(measures)
                 self.source.settle()
                 with timer("update_weights"):
                     roles.rollout.publish(state.step + 1)
                 self.source.published()
-            found |= staleness_metrics(batch, state.step)
-            numbers = reduce_metrics(batch_metrics(batch, config.data.max_prompt_length) | found | trained)
+            measured |= staleness_metrics(batch, state.step)
+            numbers = reduce_metrics(batch_metrics(batch, config.data.max_prompt_length) | measured)
             state.observe(numbers, len(batch))
             numbers |= state.cap.advance()
             self.write_samples("train", [batch])
@@ -97,10 +104,10 @@ class TrainingLoop:
             if self._saver.busy:
                 with timer("save_checkpoint"):
                     self._saver.advance()
-            measured: dict[str, float] = {}
+            validated: dict[str, float] = {}
             if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
                 with timer("testing"):
-                    measured = self.evaluate()
+                    validated = self.evaluate()
             timeline = json_line(timer.timeline(state.step, roles.spans()))
             self.tracker.attempt("timeline", partial(append_line, self.run_dir.timeline, timeline), state.step)
             timings = timer.flush()
@@ -110,7 +117,7 @@ class TrainingLoop:
             costs = cost_metrics(batch, timings, roles.memory_gb() | own_memory(), roles.rollout.apart)
             before, engines = engines, roles.rollout.stats()
             sampling = roles.rollout.metrics() | engines.metrics(before)
-            numbers |= costs | timings | sampling | progress | measured
+            numbers |= costs | timings | sampling | progress | validated
             self.tracker.log(state.step, numbers)
             # After the step is written down: a run killed in between does it again, and no step loses its line. The
             # seconds are logged with the next step.
@@ -119,7 +126,7 @@ class TrainingLoop:
                     self._saver.save(numbers)
             if last:
                 self._saver.finish()
-            if measured:
+            if validated:
                 self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
             if not last:
                 alarms.heed(state.step, numbers, partial(self._save_whole, numbers))
@@ -128,13 +135,17 @@ class TrainingLoop:
         self._saver.save(metrics)
         self._saver.finish()
 
-    def dump(self, batch: DataProto) -> None:
-        """Keep the batch of the step to come where ``trainer.dump_steps`` wants it."""
+    def joined(self, parts: list[DataProto]) -> DataProto:
+        return parts[0] if len(parts) == 1 else join(parts, self.val_sampler.tokenizer.pad_token_id)
+
+    def dump(self, parts: list[DataProto]) -> None:
+        """Keep the batch of the step to come, as far as it is sampled, where ``trainer.dump_steps`` wants it."""
         step, wanted = self.state.step + 1, self.config.trainer.dump_steps
         if step in wanted if isinstance(wanted, list) else due(step, wanted):
             path = self.run_dir.dump(step)
             path.parent.mkdir(exist_ok=True)
-            self.tracker.attempt("dump", lambda: batch.save_to_disk(path), step)
+            sampled = [part.select(list(parts[-1].tensors)) for part in parts]
+            self.tracker.attempt("dump", lambda: self.joined(sampled).save_to_disk(path), step)
 
     @contextmanager
     def profiled(self) -> Iterator[None]:

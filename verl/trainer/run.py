@@ -33,7 +33,7 @@ from verl.tracking.trackers import TrackerContext, build_tracker, check_loggers
 from verl.trainer.loop import TrainingLoop
 from verl.trainer.run_models import check_same_start, opened, pinned
 from verl.trainer.sampling import Sampler
-from verl.trainer.sources import Ahead, Feed, Now, Source
+from verl.trainer.sources import Ahead, AsCompleted, Feed, Now, Source
 from verl.trainer.state import TrainerState
 from verl.trainer.streaming import Stream
 from verl.trainer.timer import StepTimer
@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 
 
 SOURCES: dict[str, Callable[[Feed], Source]] = {"sync": Now, "one_step_off": Ahead, "async": Stream}
+
+
+def source_of(feed: Feed) -> Source:
+    trainer = feed.config.trainer
+    return AsCompleted(feed) if trainer.stream_minibatches else SOURCES[trainer.mode](feed)
 
 
 class HasStep(Protocol):
@@ -206,7 +211,7 @@ def _attempt(
         _started(placed, console, reward, timer, log, run_dir.wished_workers) as roles,
     ):
         sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
-        source = SOURCES[config.trainer.mode](Feed(config, roles, state, sampler, timer, total_steps))
+        source = source_of(Feed(config, roles, state, sampler, timer, total_steps))
         loop = TrainingLoop(
             config=config,
             total_steps=total_steps,

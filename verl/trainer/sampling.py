@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,11 +117,19 @@ class Sampler:
 
 
 def join(batches: Sequence[DataProto], pad: int) -> DataProto:
-    """Assembled batches as one: padded to the widest, with every column that any of them has (None where missing)."""
+    """Assembled batches as one: padded to the widest, with every column that any of them has (None where missing).
+
+    Counts in ``meta_info["metrics"]`` add up.
+    """
     prompt_width = max(batch.tensors["prompts"].shape[1] for batch in batches)
     response_width = max(batch.tensors["responses"].shape[1] for batch in batches)
     names = sorted({name for batch in batches for name in batch.non_tensor_batch})
-    return DataProto.concat([_widened(batch, prompt_width, response_width, pad, names) for batch in batches])
+    counts: Counter[str] = Counter()
+    for batch in batches:
+        counts.update(batch.meta_info.get("metrics", {}))
+    joined = DataProto.concat([_widened(batch, prompt_width, response_width, pad, names) for batch in batches])
+    joined.meta_info["metrics"] = dict(counts)
+    return joined
 
 
 def _widened(batch: DataProto, prompt_width: int, response_width: int, pad: int, names: Sequence[str]) -> DataProto:

@@ -1,9 +1,10 @@
-"""Where a step's batch comes from: all that differs between the modes of ``trainer.mode``.
+"""Where a step's batch comes from: all that differs between the modes of ``trainer.mode``, and streamed mini-batches.
 
 ========================  =============================================  ============================
 mode                      what runs while a step trains                  weights that sampled a batch
 ========================  =============================================  ============================
 :class:`Now`              nothing                                        the current ones
+:class:`AsCompleted`      the rollout of the step's other mini-batches   those at the step's beginning
 :class:`Ahead`            the rollout of the next step                   one update older
 :class:`~verl.trainer.streaming.Stream`  rollout without a pause        up to ``max_staleness`` older
 ========================  =============================================  ============================
@@ -11,7 +12,7 @@ mode                      what runs while a step trains                  weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,9 +20,10 @@ from typing import Any, Protocol
 from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.protocol import DataProto
+from verl.rollout.protocol import Result
 from verl.trainer.group_filter import filtered_rollout
 from verl.trainer.sampling import Sampler
-from verl.trainer.stages import rollout
+from verl.trainer.stages import rollout, scored
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
 
@@ -29,7 +31,9 @@ from verl.trainer.timer import StepTimer
 class Source(Protocol):
     """Gives each step its scored batch, and tells the run's state what the batch was like."""
 
-    def next(self) -> DataProto: ...
+    def parts(self) -> Iterable[DataProto]:
+        """The batch, whole or in parts of which each is trained on before the next one is asked for."""
+        ...
 
     def settle(self) -> None:
         """Called before new weights are published: what needs the present ones is finished here."""
@@ -76,9 +80,9 @@ class Now:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
 
-    def next(self) -> DataProto:
+    def parts(self) -> Iterable[DataProto]:
         feed = self._feed
-        return feed.sample(feed.current_sampler, feed.timer, feed.state.learn)
+        yield feed.sample(feed.current_sampler, feed.timer, feed.state.learn)
 
     def settle(self) -> None:
         pass
@@ -91,6 +95,38 @@ class Now:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         pass
+
+
+class AsCompleted(Now):
+    """Gives the mini-batches of a step one by one, each as soon as enough groups are complete.
+
+    The other responses go on meanwhile, under the weights that the rollout workers got before the step. Which groups
+    are together depends on time; they are in the order of the draws, and so in one part with the same bits whichever
+    was complete first.
+    """
+
+    def parts(self) -> Iterator[DataProto]:
+        feed, sampler = self._feed, self._feed.current_sampler
+        prompts = feed.state.loader.next_batch()
+        places = {uid: place for place, uid in enumerate(prompts.non_tensor_batch["uid"].tolist())}
+        groups: dict[str, dict[int, Result]] = {uid: {} for uid in places}  # of those that have not been given
+        complete: list[str] = []
+        feed.roles.rollout.submit(sampler.requests(prompts), prompts)
+        while groups:
+            size = min(feed.config.streamed_prompts, len(groups))
+            with feed.timer("wait_rollout"):
+                while len(complete) < size:
+                    for result in feed.roles.rollout.finished():
+                        group = groups[result.slot.uid]
+                        group[result.slot.index] = result
+                        if len(group) == len(sampler.indices):
+                            complete.append(result.slot.uid)
+            chosen, complete = sorted(complete[:size], key=places.__getitem__), complete[size:]
+            results = [group[index] for group in map(groups.pop, chosen) for index in sampler.indices]
+            drawn = prompts.select_idxs([places[uid] for uid in chosen])
+            part = scored(sampler.assemble(drawn, results), feed.roles, sampler, feed.timer)
+            feed.state.learn(part)
+            yield part
 
 
 class Ahead:
@@ -107,7 +143,7 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "look-ahead") if feed.roles.rollout.apart else None
         self._made: Future[tuple[DataProto, list[DataProto], StepTimer]] | None = None
 
-    def next(self) -> DataProto:
+    def parts(self) -> list[DataProto]:
         feed = self._feed
         if self._made is None:
             self._start()
@@ -120,7 +156,7 @@ class Ahead:
             feed.state.learn(part)
         if feed.state.step + 1 < feed.total_steps:
             self._start()
-        return batch
+        return [batch]
 
     def _start(self) -> None:
         sampler = self._feed.current_sampler

@@ -140,9 +140,9 @@ def reference_columns(batch: DataProto, reference: Reference, config: Config) ->
 
 
 def needs_old_log_probs(config: Config, roles: Roles) -> bool:
-    """In bypass mode the engine's are the old ones, whatever the difference; stale ones are not the trainer's."""
+    """Stale ones are not the trainer's."""
     choice = config.actor.recompute_old_log_probs
-    if config.algorithm.rollout_correction.bypass_mode:
+    if config.engine_log_probs:
         return False
     return choice == "always" or (choice == "auto" and (config.off_policy or not roles.exact_rollout))
 
@@ -154,6 +154,7 @@ def update(
     learning_rates: dict[str, float],
     step: int,
     timer: StepTimer,
+    before: int = 0,
 ) -> Metrics:
     """Mini-batches through critic and actor; the actor waits for ``trainer.critic_warmup`` steps to pass.
 
@@ -161,6 +162,7 @@ def update(
 
     Args:
         config: with this step's values of scheduled coefficients.
+        before: rows that this step has trained on already, where it is done in parts.
     """
     calls: list[tuple[str, object, Callable[[], list[Metrics]]]] = []
     if (critic := roles.critic) is not None:
@@ -169,7 +171,8 @@ def update(
         )
     if step >= config.trainer.critic_warmup or critic is None:
         policy = roles.policy
-        calls.append(("update_actor", policy.worker, lambda: update_actor(batch, policy, config, learning_rates, step)))
+        work = partial(update_actor, batch, policy, config, learning_rates, step, before)
+        calls.append(("update_actor", policy.worker, work))
     return merge_all([part for parts in timed_at_once(timer, calls) for part in parts])
 
 
@@ -186,12 +189,12 @@ def update_critic(
 
 
 def update_actor(
-    batch: DataProto, policy: Policy, config: Config, learning_rates: Mapping[str, float], step: int
+    batch: DataProto, policy: Policy, config: Config, learning_rates: Mapping[str, float], step: int, before: int = 0
 ) -> list[Metrics]:
     """Metrics of each optimizer step."""
     parts: list[Metrics] = []
-    scheduled = scheduled_values(config.actor)
-    for number, mini_batch in enumerate(mini_batches(batch, config.actor_batch(1), config, step)):
+    scheduled, plan = scheduled_values(config.actor), config.actor_batch(1)
+    for number, mini_batch in enumerate(mini_batches(batch, plan, config, step), before // plan.rows_per_mini_batch):
         mini_batch.meta_info = {
             "learning_rate": learning_rates["actor"],
             "fresh_weights": number == 0,

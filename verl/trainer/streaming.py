@@ -28,7 +28,7 @@ class Stream:
             feed.config.data.train_batch_size, trainer.max_staleness, feed.total_steps, trainer.staleness_unit
         )
 
-    def next(self) -> DataProto:
+    def parts(self) -> list[DataProto]:
         feed, version = self._feed, self._feed.state.step
         with feed.timer("wait_rollout"):
             again, self._asked_before = self._asked_before, []
@@ -41,7 +41,7 @@ class Stream:
         counts = {name: count for name, count in self._buffer.metrics.items() if not name.endswith(("/mean", "/max"))}
         batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | counts
         feed.state.learn(batch)
-        return batch
+        return [batch]
 
     def _take(self, version: int) -> list[Group]:
         taken = self._buffer.take(version)
