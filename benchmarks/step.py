@@ -167,7 +167,8 @@ class patched:
         from verl.training import micro_batches
 
         if "whole_logits" in self.names:
-            log_probs.CACHED = log_probs.CHUNK = 2**40
+            log_probs.CACHED = log_probs.SLICED = 2**40
+            log_probs._rows_at_once = lambda *_: 2**40
         if "padded_rows" in self.names:
             pack = micro_batches.pack_rows
 

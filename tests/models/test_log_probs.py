@@ -106,6 +106,8 @@ def test_rules_of_configurations() -> None:
 def test_chunks_give_what_one_matrix_gives(chunk: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "CHUNK", chunk)
     monkeypatch.setattr(log_probs, "CACHED", 7 * -(-chunk // 2))
+    monkeypatch.setattr(log_probs, "SLICED", 0)
+    monkeypatch.setattr(log_probs, "NARROWEST", min(chunk, 4))  # 11 words in slices of 1, 3 or 4
     generator = torch.Generator().manual_seed(2)
     leaves = [torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((20, 6), (11, 6), (11,))]
     hidden, weight, bias = leaves

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from verl.models.attention import wide_dtype
-from verl.models.rows import RowRule, linear_rows
+from verl.models.rows import RowRule, linear_rows, transposed
 
-# Most tokens that are projected together, their logits held in the model's dtype: the whole projection, and in the
-# backward pass its gradient, is read for each chunk.
+# Tokens that the forward pass projects together, where the row rule does not say.
 CHUNK = 1024
+# Numbers of the projection's gradient that exist at once; it comes in slices of the vocabulary.
+SLICED = 2**23
+NARROWEST = 1024  # tokens of the vocabulary in a slice: narrower products take longer
 # Float32 logits that are looked at together stay in a core's own cache: 4 tokens of 49,152 make 0.8 MB.
 CACHED = 2**18
+ANY_ROWS = RowRule(multiple=1, least=1)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ def temper(projected: Tensor, temperature: float | Tensor, logits_of: LogitRule)
 
 
 class _ResponseLogProbs(torch.autograd.Function):
-    """Projection, log-softmax, gather and entropy, chunk by chunk; the backward projects each chunk again.
+    """Projection, log-softmax, gather and entropy; the backward projects again.
+
+    The forward goes by tokens, since a softmax needs the whole vocabulary. The backward knows each token's normaliser
+    and goes by slices of the vocabulary: each weight's gradient is one product over all tokens.
 
     With p = softmax(z), z the tempered logits:  d log p_y / dz = onehot(y) - p,  dH / dz = -p (log p + H),
     and dz / d(projection) is the slope of the logit rule over the temperature.
@@ -122,68 +127,69 @@ class _ResponseLogProbs(torch.autograd.Function):
         logits_of: LogitRule,
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(targets.shape, dtype=wide_dtype(weight.dtype))
-        entropy = torch.empty_like(log_probs)
-        for chunk in _chunks(targets.shape[0]):
-            projected = project_rows(hidden[chunk], weight, bias, rule)
-            for part, logits in _cached(chunk, projected):
-                log_p = torch.log_softmax(temper(logits, temperature, logits_of), -1)
-                log_probs[part] = log_p.gather(1, targets[part, None])[:, 0]
+        entropy, normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        rows = _rows_at_once(weight, rule)
+        for start in range(0, len(targets), rows):
+            for part, projected in _cached(project_rows(hidden[start : start + rows], weight, bias, rule), start):
+                logits, own = temper(projected, temperature, logits_of), targets[part, None]
+                log_p = torch.log_softmax(logits, -1)
+                log_probs[part] = log_p.gather(1, own)[:, 0]
+                normaliser[part] = logits.gather(1, own)[:, 0] - log_probs[part]
                 entropy[part] = _entropy(log_p)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.temperature, ctx.rule, ctx.logits_of = temperature, rule, logits_of
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, normaliser)
+        ctx.temperature, ctx.logits_of = temperature, logits_of
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, _ = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        wide = wide_dtype(weight.dtype)  # chunks add up in float32
-        grad_weight: Tensor | None = None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        with_entropy = bool(grads[1].any())
-        for chunk in _chunks(targets.shape[0]):
-            grad = project_rows(hidden[chunk], weight, bias, ctx.rule)
-            for part, logits in _cached(chunk, grad):
-                logits.copy_(_logit_grad(ctx, part, logits, with_entropy, *grads))
-            grad_hidden[chunk] = F.linear(grad, weight.T)  # on CPU twice as fast as grad @ weight
-            if ctx.needs_input_grad[1]:
-                found = grad.T @ hidden[chunk]
-                grad_weight = found.to(wide) if grad_weight is None else grad_weight.add_(found)
+        hidden, weight, bias, targets, _, normaliser = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden, dtype=normaliser.dtype)  # slices add up in float32
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        hidden_t, with_entropy = transposed(hidden), bool(grads[1].any())
+        width = max(NARROWEST, SLICED // max(1, len(targets)) // 64 * 64)
+        for start in range(0, len(weight), width):
+            some = slice(start, start + width)
+            grad = project_rows(hidden, weight[some], None if bias is None else bias[some], ANY_ROWS)
+            for part, logits in _cached(grad):
+                logits.copy_(_logit_grad(ctx, part, start, logits, with_entropy, *grads))
+            grad_hidden += grad @ weight[some]
+            if grad_weight is not None:
+                grad_weight[some] = (hidden_t @ grad).T
             if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=wide)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+                grad_bias[some] = grad.sum(0)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
 
 
-def _chunks(tokens: int) -> Iterator[slice]:
-    """As few as ``CHUNK`` allows, of about the same size."""
-    count = max(1, -(-tokens // CHUNK))
-    return (slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count))
+def _rows_at_once(weight: Tensor, rule: RowRule) -> int:
+    """Tokens that the forward pass projects together: those of one call, whose results need not be joined."""
+    return CHUNK if rule.block is None else rule.large.get(weight.shape, rule.block)
 
 
-def _cached(chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of a chunk, as places among all tokens, with views of their logits."""
-    size = max(1, CACHED // logits.shape[1]) * torch.get_num_threads() if logits.device.type == "cpu" else CHUNK
-    for start in range(0, logits.shape[0], size):
-        part = logits[start : start + size]
-        yield slice(chunk.start + start, chunk.start + start + part.shape[0]), part
+def _cached(logits: Tensor, start: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """Views of some rows, and which they are of all, ``start`` being the first row's place."""
+    size = logits.shape[0] or 1
+    if logits.device.type == "cpu":
+        size = max(1, CACHED // logits.shape[1]) * torch.get_num_threads()
+    for first in range(0, logits.shape[0], size):
+        part = logits[first : first + size]
+        yield slice(start + first, start + first + part.shape[0]), part
 
 
 def _logit_grad(
-    ctx: Any, part: slice, projected: Tensor, with_entropy: bool, grad_log_probs: Tensor, grad_entropy: Tensor
+    ctx: Any,
+    part: slice,
+    first: int,
+    projected: Tensor,
+    with_entropy: bool,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor,
 ) -> Tensor:
-    """Gradient by the projection's results (rows, V) of these tokens, in float32."""
-    *_, targets, entropy = ctx.saved_tensors
+    """Gradient by the projection's results (rows, v) of these tokens and v words from ``first`` on, in float32."""
+    *_, targets, entropy, normaliser = ctx.saved_tensors
     logits = temper(projected, ctx.temperature, ctx.logits_of)
     slope = ctx.logits_of.slope(logits, ctx.temperature or 1.0)
-    log_p = torch.log_softmax(logits, -1)
+    log_p = logits - normaliser[part, None]
     own, of_entropy = grad_log_probs[part, None], grad_entropy[part, None]
     if with_entropy:
         p = log_p.exp()
@@ -191,7 +197,9 @@ def _logit_grad(
         grad = p.mul_(inner.mul_(of_entropy).add_(own)).neg_()
     else:
         grad = log_p.exp_().mul_(-own)
-    grad.scatter_add_(1, targets[part, None], own.to(grad.dtype))
+    places = targets[part, None] - first
+    here = (places >= 0) & (places < logits.shape[1])
+    grad.scatter_add_(1, places.where(here, 0), own.to(grad.dtype).where(here, 0.0))
     return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
 
 

@@ -120,6 +120,11 @@ def _packed_weight(weight: Tensor, rule: RowRule) -> Tensor:
     return kept[1]
 
 
+def transposed(x: Tensor) -> Tensor:
+    """(T, H) -> (H, T), where a matmul whose first operand it is would lay it out anyway, and take longer over it."""
+    return x.T.contiguous() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x.T
+
+
 class _BlockedLinear(torch.autograd.Function):
     """Blocks in the forward, whole matmuls in the backward: gradients are sums over rows and need no such care."""
 
