@@ -129,6 +129,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate m --prompt x --temperature nan", "nan is not at least 0"),
         ("generate m --prompt x --temperature warm", "'warm' is not a number"),
         ("export run", "verl export: the following arguments are required: --to"),
+        ("eval", "arguments are required: model, data\n"),  # and no settings
+        ("eval", "usage: verl eval [options] model data [key=value ...]; for example: verl eval smollm2-135m"),
+        ("generate x", "usage: verl generate [options] (--prompt TEXT | --input FILE) model; for example: verl gen"),
         ("export run --to x --dtype bfloat", "did you mean bfloat16? possible: "),
         ("export run more --to x", "value: more"),
         ("data reasoning-gym --task t --size 0 --out x", "0 is not at least 1"),

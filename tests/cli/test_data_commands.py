@@ -61,6 +61,13 @@ def test_convert_then_inspect(data, qa, tmp_path):
         "-> ground truth: 4",
     ):
         assert line in done.out.splitlines(), (line, done.out)
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"prompt": "2+2?"}\n')
+    said = data("inspect", plain, "--model", "tiny-llama").out.splitlines()
+    assert "prompt length in tokens (plain text, which gets no chat template)" in said and "2+2?" in said
+    plain.write_text(plain.read_text() + '{"prompt": [{"role": "user", "content": "3+3?"}]}\n')
+    said = data("inspect", plain, "--model", "tiny-llama").out
+    assert "(1 of 2 plain text, the others with the chat template)" in said
     report = json.loads(data("inspect", out, "--model", "tiny-llama", "--limit", "9", "--json").out)
     assert (report["rows"], report["lengths"]["over"], report["sources"]) == (3, 3, {"sums": 2, "more": 1})
 

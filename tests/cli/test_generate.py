@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from verl.checkpoint.store import CheckpointStore
 from verl.cli import entry
-from verl.models.loading import load_tokenizer
+from verl.config import build_config, dump_yaml
+from verl.models.loading import load_tokenizer, save_hf_files
 from verl.models.tiny import build_tiny
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
@@ -51,6 +54,31 @@ def test_a_file_of_prompts(tiny_model_dir: Path, capsys: pytest.CaptureFixture[s
     assert [row["prompt"] for row in greedy] == ["second", chat]
     assert generate(tiny_model_dir, "--prompt", "second", "--prompt", "first") == 0
     assert capsys.readouterr().out == "".join(f"{row['response']}\n" for row in greedy)
+
+
+def test_a_run_is_prompted_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, folder = build_tiny(tmp_path / "base"), tmp_path / "runs" / "mine"
+    with CheckpointStore(folder / "checkpoints").begin(1) as pending:
+        shutil.copy(base / "model.safetensors", pending.file("actor/model.safetensors"))
+        save_hf_files(base, pending.file("actor/hf/config.json").parent)
+        pending.commit()
+    data = {"train_files": [str(tmp_path / "train.jsonl")]}
+    (folder / "config.yaml").write_text(dump_yaml(build_config({"data": data, "model": {"path": str(base)}})))
+    chat = [{"role": "user", "content": "hi"}]
+
+    def asked(*options: str) -> tuple[str, str]:
+        assert generate(folder, "--prompt", "hi", "--out", "a.jsonl", "--ids", *options) == 0
+        (row,) = lines(Path("a.jsonl").read_text())
+        return load_tokenizer(base).decode(row["prompt_ids"]), capsys.readouterr().err
+
+    text, said = asked()
+    assert text == "<|user|>hi<|assistant|>" and "does not say how its prompts looked" in said
+    for prompt, expected in (("2+2=", "hi"), (chat, "<|user|>hi<|assistant|>")):
+        (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "4"}) + "\n")
+        text, said = asked()
+        assert text == expected and ("prompts of plain text" in said) == (prompt != chat)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n")
+    assert asked("--system", "s")[0] == "<|system|>s<|user|>hi<|assistant|>"
 
 
 def test_the_file_of_prompts_is_not_written_over(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

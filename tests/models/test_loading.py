@@ -73,6 +73,10 @@ def test_the_name_of_a_run_gets_its_folder(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ModelError) as caught:
         resolve_model("", SILENT)
     assert "did you mean" not in str(caught.value)
+    (tmp_path / "runs" / "first" / "checkpoints").mkdir()
+    with pytest.raises(ModelError, match="no such model") as caught:  # the hub is not asked
+        resolve_model("runs/frist", SILENT)
+    assert "did you mean runs/first?" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "xyzzy", "a/b/c", "", "../x", "./tiny-llama"])

@@ -45,8 +45,14 @@ class Parser(argparse.ArgumentParser):
             self.add_argument_group(title)._group_actions.extend(lines[name] for name in names)
 
     def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().split())
-        raise ConfigError(f"{self.prog}: {message}", None, f"{usage} (more with {self.prog} --help)")
+        wanted = [action for action in self._actions if not action.option_strings or action.required]
+        groups = [group for group in self._mutually_exclusive_groups if group.required]
+        formatter = self._get_formatter()
+        formatter.add_usage(None, [*wanted, *(a for group in groups for a in group._group_actions)], groups)
+        usage = " ".join(formatter.format_help().split()).replace(self.prog, f"{self.prog} [options]", 1)
+        lines = (self.epilog or "").splitlines()
+        example = next((f"; for example: {line.strip()}" for line in lines if line.startswith("  verl ")), "")
+        raise ConfigError(f"{self.prog}: {message}", None, f"{usage}{example} (options: {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, rest = super().parse_known_args(args, namespace)

@@ -246,7 +246,7 @@ def _report_lines(report: Inspection) -> list[str]:
             scored = f"reward rule {rule}" if rule else "no built-in reward rule: reward.rule or your own function"
             lines.append(f"  {printable(source, 60)}: {_rows(rows)}, {scored}")
     if report.lengths is not None:
-        lines += ["", *_length_lines(report.lengths)]
+        lines += ["", *_length_lines(report.lengths, report.plain)]
     wrong = [*_count_lines("cannot be used", report.bad), *_count_lines("looks odd", report.suspicious)]
     if report.duplicates:
         differing = f", {report.conflicting} of them with another ground truth" if report.conflicting else ""
@@ -271,9 +271,13 @@ def _key_lines(report: Inspection) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _length_lines(lengths: Lengths) -> list[str]:
+def _length_lines(lengths: Lengths, plain: int) -> list[str]:
     shares = ", ".join(f"{name} {value}" for name, value in lengths.percentiles.items())
-    note = "with the chat template" if lengths.unit == "tokens" else "give --model to count tokens"
+    total = sum(count for _, _, count in lengths.histogram)
+    note = f"{plain} of {total} plain text, the others with the chat template"
+    if plain in (0, total):
+        note = "plain text, which gets no chat template" if plain else "with the chat template"
+    note = note if lengths.unit == "tokens" else "give --model to count tokens"
     lines = [
         f"prompt length in {lengths.unit} ({note})",
         f"  least {lengths.least}, mean {lengths.mean:.1f}, {shares}, most {lengths.most}",
@@ -285,7 +289,6 @@ def _length_lines(lengths: Lengths) -> list[str]:
         bar = "#" * -(-count * BAR_WIDTH // top)
         lines.append(f"  {name:>{wide}} {count:>8} {bar}".rstrip())
     if lengths.over is not None:
-        total = sum(count for _, _, count in lengths.histogram)
         lines.append(f"  {lengths.over} of {total} ({lengths.over / total:.1%}) are longer than {lengths.limit}")
     return lines
 

@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
     """How a model is sampled on a data file and scored: what :func:`evaluation_config` reads."""
-    parser.add_argument("words", nargs="*", metavar="key=value", help="further settings, as for verl train")
+    parser.add_argument("words", nargs="*", default=[], metavar="key=value", help="further settings, as for verl train")
     add_sampling(parser)
     parser.add_argument("--max-response-length", type=positive, metavar="TOKENS", help="default 512, or the run's")
     parser.add_argument(

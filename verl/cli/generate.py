@@ -14,16 +14,20 @@ from verl.cli.sampling import add_sampling, sampling_choices
 from verl.errors import DataError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from verl.data.rows import PromptRow
     from verl.rollout.protocol import Request, Result
     from verl.rollout.text import Decode
+    from verl.run_dir import RunDir
 
 _EPILOG = """\
   verl generate my-model --prompt "What is 2 + 2?"
   verl generate runs/quickstart --input prompts.txt --out answers.jsonl -n 4
 
 The input is a .txt file (one prompt a line) or a data file of the kinds that training reads, of which only the column
-of prompts is used: chat messages, or text, which becomes a user's message. A line of the output is a JSON object with
+of prompts is used: chat messages, or text, which becomes a user's message (but for a run whose own prompts are plain
+text stays as it is, as in training). A line of the output is a JSON object with
 prompt, index (of the n responses), response, finish_reason (stop, length, or refused: the prompt fills all positions of
 the model) and tokens. Lines come in the order of the input, each as soon as it is there.
 """
@@ -58,7 +62,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     from verl.checkpoint.run_model import opened_model
     from verl.data.output import refuse_inputs
-    from verl.models.loading import load_tokenizer
+    from verl.models.loading import load_config, load_tokenizer
     from verl.models.quiet import without_bars
     from verl.rollout.embedded import EngineLimits
     from verl.rollout.offline import as_chats, load_engine, requests_for, stream
@@ -70,7 +74,9 @@ def _generate(arguments: argparse.Namespace) -> None:
         refuse_inputs(out, [arguments.input])
     with without_bars(), opened_model(arguments.model) as model:
         tokenizer = load_tokenizer(model.path, arguments.trust_remote_code)
-        asked = rows if arguments.raw else as_chats(rows, arguments.system)
+        sampling.check_ids(load_config(model.path, arguments.trust_remote_code).get_text_config().vocab_size)
+        plain = arguments.raw or (arguments.system is None and _trained_on_text(arguments.model, model.run, tokenizer))
+        asked = rows if plain else as_chats(rows, arguments.system)
         requests = requests_for(asked, tokenizer, sampling, arguments.n, arguments.seed, arguments.chat_template_kwargs)
         engine = load_engine(
             model.path, tokenizer, arguments.dtype, arguments.trust_remote_code, EngineLimits(arguments.max_num_seqs)
@@ -85,6 +91,31 @@ def _generate(arguments: argparse.Namespace) -> None:
         # Opened last: what stands there is lost to a command that can do its work, not to a typo.
         with nullcontext(sys.stdout) if out is None else out.open("w", encoding="utf-8") as file:
             _answer(arguments, rows, requests, engine, decode, file)
+
+
+def _trained_on_text(name: str, run: RunDir | None, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the prompts of a run's own data are plain text, which the model then gets without a chat template."""
+    from verl.config import build_config
+    from verl.config.schema_supervised import schema_of
+    from verl.data.sources import open_source
+    from verl.errors import VerlError
+    from verl.tracking.report_config import read_config
+
+    tree = read_config(run)[1] if run is not None else None
+    if tree is None or schema_of(tree) is not None:
+        return False
+    try:
+        config = build_config(tree).data
+        rows = open_source(config.train_files, config, tokenizer, 1, "data.train_files").read(0, 1)
+    except VerlError as error:
+        print(
+            f"note: {name} does not say how its prompts looked ({error.what}): text becomes a message", file=sys.stderr
+        )
+        return False
+    text = any(isinstance(getattr(row, "prompt", None), str) for row in rows)
+    if text:
+        print(f"note: {name} was trained on prompts of plain text: no chat template, as with --raw", file=sys.stderr)
+    return text
 
 
 def _prompts(arguments: argparse.Namespace) -> list[PromptRow]:

@@ -26,7 +26,7 @@ rollout and reward functions. With the run's own settings every figure is the sa
 def add(commands: Commands) -> None:
     replay = command(commands, "replay", "train on a kept step again, with other settings if asked", _replay, _EPILOG)
     replay.add_argument("run", help="name of a run in runs/, or a path")
-    replay.add_argument("words", nargs="*", metavar="key=value", help="settings in place of the run's")
+    replay.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings in place of the run's")
     replay.add_argument("--step", type=positive, required=True, help="the step")
     replay.add_argument("--all", action="store_true", help="also show what does not differ")
     replay.add_argument("--json", action="store_true", help="{metric: [then, now]}")

@@ -61,7 +61,7 @@ class Lengths:
     """Lengths of the prompts that can be used.
 
     Attributes:
-        unit: ``tokens`` (with the chat template: the ids that the engine gets) or ``characters``.
+        unit: ``tokens`` (the ids that the engine gets, chat template included) or ``characters``.
         percentiles: by name, ``p50`` to ``p99``.
         histogram: (from, to, prompts), ``to`` excluded.
         limit, over: of ``data.max_prompt_length``, and how many prompts are longer; None without a tokenizer.
@@ -94,6 +94,7 @@ class Inspection:
     files: list[str]
     rows: int = 0
     usable: int = 0
+    plain: int = 0  # prompts that are text: no chat template is put around them
     prompt_key: str | None = None
     truth_key: str | None = None
     columns: dict[str, ColumnReport] = field(default_factory=dict)
@@ -206,6 +207,7 @@ class _Inspector:
 
     def _row(self, row: PromptRow) -> None:
         report = self.report
+        report.plain += isinstance(row.prompt, str)
         report.sources[row.data_source] = report.sources.get(row.data_source, 0) + 1
         prompt = json.dumps(row.prompt, sort_keys=True, default=str).encode()
         self.prompts.append(_hash(prompt))

@@ -75,20 +75,27 @@ def resolve_model(path: str | Path, report: Report = report_to_stderr) -> Path:
         return _checked_folder(local)
     if local.is_file():
         return _converted_file(local, report)
-    if _HUB_ID.fullmatch(str(path)):
+    if _HUB_ID.fullmatch(str(path)) and _near_run(local) is None:
         return _hub_snapshot(str(path), report)
     raise ModelError("no such model", value=str(path), fix=_suggestion(str(path)))
 
 
 def _suggestion(name: str) -> str:
     aliases = difflib.get_close_matches(name.lower().rpartition("/")[2], ALIASES, n=1, cutoff=0.4)
-    beside = nearest_path(Path(name).expanduser())
+    path = Path(name).expanduser()
+    beside = nearest_path(path)
     if beside is not None and not (beside.suffix == ".gguf" or (beside / "config.json").is_file()):
-        beside = None
+        beside = _near_run(path)
     run = Path("runs") / name
     near = run if name and run.name == name and run.is_dir() else beside or (aliases[0] if aliases else None)
     known = f"did you mean {near}? " if near else ""
     return f"{known}a model is an alias ({', '.join(ALIASES)}), a Hugging Face folder, a GGUF file or a hub id"
+
+
+def _near_run(missing: Path) -> Path | None:
+    """A run beside ``missing`` that is called like it."""
+    near = nearest_path(missing) if missing.parent.is_dir() else None
+    return near if near is not None and (near / "checkpoints").is_dir() else None
 
 
 def _checked_folder(folder: Path) -> Path:
