@@ -245,7 +245,6 @@ def test_fp16_in_the_flat_spelling():
         "actor.fsdp_config=null",
         "actor.checkpoint.save_contents=[model,optimizer]",
         "data.dataloader_num_workers=8",
-        "data.trust_remote_code=True",
         "ray_kwargs.ray_init.num_cpus=8",
         "global_profiler.save_path=x",
     ],

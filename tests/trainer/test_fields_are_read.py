@@ -22,6 +22,8 @@ ELSEWHERE = {
     "actor.policy_loss.name",  # files of the user's own
     "algorithm.custom_estimator.name",
     "algorithm.custom_estimator.critic",
+    "critic.model.trust_remote_code",  # models of their own: test_trusted_code.py
+    "reward.model.trust_remote_code",
     "cluster.address",  # Ray
     "cluster.start_timeout",
     "cluster.collective_timeout",  # several ranks

@@ -163,7 +163,7 @@ def evaluation_config(arguments: argparse.Namespace, model: ModelSource | None) 
     tree["trainer"]["seed"] = arguments.seed
     names = ("max_prompt_length", "max_response_length", "prompt_key", "answer_key", "chat_template_kwargs")
     given = {
-        "data": {name: getattr(arguments, name) for name in names},
+        "data": {name: getattr(arguments, name) for name in (*names, "trust_remote_code")},
         "model": {"dtype": arguments.dtype, "trust_remote_code": arguments.trust_remote_code},
         "rollout": {"max_num_seqs": arguments.max_num_seqs},
         "reward": {"rule": arguments.rule},

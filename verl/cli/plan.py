@@ -114,9 +114,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         return load_config(source, [*overrides, *extra], arguments.preset).config
 
     config = built([])
-    trust = config.model.trust_remote_code
-    model = read_facts(config.model.path, trust)
-    critic = read_facts(config.critic_model_path, trust, classifier=True) if config.uses_critic else None
+    model = read_facts(config.model.path, config.model.trust_remote_code)
+    critic = None
+    if config.uses_critic:
+        critic = read_facts(config.critic_model_path, config.critic_code_trusted, classifier=True)
     lengths = Lengths(*(arguments.lengths or (config.data.max_prompt_length, config.data.max_response_length)))
 
     def of(config: Config) -> tuple[Plan, list[Process]]:

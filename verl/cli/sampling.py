@@ -46,7 +46,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='such as {"enable_thinking": false}',
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the model or its tokenizer"
+    )
 
 
 def sampling_choices(arguments: argparse.Namespace) -> dict[str, Any]:

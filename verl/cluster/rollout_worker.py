@@ -68,7 +68,7 @@ class RolloutWorker:
         dtype = getattr(torch, config.model.dtype)
         model = load_causal_lm(path, dtype, trust, attn_implementation=ATTENTION_NAME).to(device)
         self._policy = policy = PolicyModel(model)
-        tokenizer = load_tokenizer(config.model.tokenizer_path or path, trust)
+        tokenizer = load_tokenizer(*config.tokenizer)
         rollout = config.rollout
         if spec.kv_cache_gb is not None:
             rollout = rollout.model_copy(update={"kv_cache_gb": spec.kv_cache_gb})

@@ -109,14 +109,10 @@ class Worker:
                 config.algorithm.rollout_correction,
                 self._reference.policy if "reference" in roles else None,
             )
-        self._tokenizer = tokenizer = load_tokenizer(
-            config.model.tokenizer_path or config.model.path, config.model.trust_remote_code
-        )
+        self._tokenizer = tokenizer = load_tokenizer(*config.tokenizer)
         if "rollout" in roles:
             self._engine = EmbeddedEngine(
-                PolicyModel(self._load(config.model.path, dtype, device)).requires_grad_(False)
-                if weights.sharded
-                else policy,
+                PolicyModel(self._load(dtype, device)).requires_grad_(False) if weights.sharded else policy,
                 tokenizer,
                 EngineLimits.of_run(config.rollout, config.data, self._ranks.size),
                 stop_ids(config.model.path, tokenizer),
@@ -134,21 +130,19 @@ class Worker:
         return self.compare(requests, self.generate(requests, None))
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
-        policy = PolicyModel(self._load_trained(self._config.model.path, device))
+        policy = PolicyModel(self._load_trained(device))
         return policy, self._master_weights(policy, dtype, device)
 
     def _load_reference(self, dtype: torch.dtype, device: torch.device, actor_limits: Limits) -> Reference:
         rows, tokens = self._config.reference_batch()
         limits = Limits(rows, tokens, actor_limits.share_prompts)
-        policy = PolicyModel(self._load(self._config.model.path, dtype, device))
+        policy = PolicyModel(self._load(dtype, device))
         passes = Passes("reference", limits, self._ranks, self._config.actor.auto_micro_batch)
         return Reference(policy, passes, self._config.rollout.temperature)
 
     def _load_critic(self, dtype: torch.dtype, device: torch.device) -> Critic:
         config = self._config
-        path = config.critic_model_path
-        load = load_classifier if is_classifier(path) else load_causal_lm
-        model = ValueModel(self._load_trained(path, device, load))
+        model = ValueModel(self._load_trained(device, critic=True))
         weights = self._master_weights(model, dtype, device)
         limits = limits_of(config.critic_batch(1), config)
         return Critic(model, config.critic, limits, weights, config.actor.auto_micro_batch)
@@ -159,17 +153,17 @@ class Worker:
         config = self._config
         return master_weights(role, dtype, config.model.fp16, self._ranks, device, config.actor.reshard_after_forward)
 
-    def _load_trained(
-        self, path: str, device: torch.device, load: Callable[..., PreTrainedModel] = load_causal_lm
-    ) -> PreTrainedModel:
+    def _load_trained(self, device: torch.device, critic: bool = False) -> PreTrainedModel:
         """In float32; where the ranks will share it out, in main memory first."""
-        return self._load(path, torch.float32, torch.device("cpu") if self._ranks.lockstep else device, load)
+        return self._load(torch.float32, torch.device("cpu") if self._ranks.lockstep else device, critic)
 
-    def _load(
-        self, path: str, dtype: torch.dtype, device: torch.device, load: Callable[..., PreTrainedModel] = load_causal_lm
-    ) -> PreTrainedModel:
-        settings = self._config.model
-        model = load(path, dtype, settings.trust_remote_code, attn_implementation=ATTENTION_NAME).to(device)
+    def _load(self, dtype: torch.dtype, device: torch.device, critic: bool = False) -> PreTrainedModel:
+        config, settings = self._config, self._config.model
+        load, path, trusted = load_causal_lm, settings.path, settings.trust_remote_code
+        if critic:
+            path, trusted = config.critic_model_path, config.critic_code_trusted
+            load = load_classifier if is_classifier(path) else load_causal_lm
+        model = load(path, dtype, trusted, attn_implementation=ATTENTION_NAME).to(device)
         if settings.enable_gradient_checkpointing:
             enable_checkpointing(model)
         return model

@@ -304,6 +304,9 @@ def _training_notices(config: Config) -> Iterator[str]:
                 f"{role}.ppo_micro_batch_size_per_gpu={micro} is set aside: {role}.use_dynamic_bsz=true fills "
                 f"micro-batches by tokens ({role}.ppo_max_token_len_per_gpu)"
             )
+    for name, model in (("critic", config.critic.model), ("reward", config.reward.model)):
+        if model.trust_remote_code and model.path is None:
+            yield f"{name}.model.trust_remote_code has no effect: there is no {name}.model.path"
     fp16 = config.model.fp16.model_dump(exclude_defaults=True)
     if fp16 and config.model.dtype != "float16":
         yield f"model.fp16 has no effect: model.dtype={config.model.dtype} needs no loss scale"

@@ -126,6 +126,16 @@ class Config(Section):
         return self.critic.model.path or self.model.path
 
     @property
+    def critic_code_trusted(self) -> bool:
+        """Whether Python code that comes with :attr:`critic_model_path` may run."""
+        return (self.critic.model if self.critic.model.path else self.model).trust_remote_code
+
+    @property
+    def tokenizer(self) -> tuple[str, bool]:
+        """Its folder or hub id, and whether Python code that comes with it may run."""
+        return self.model.tokenizer_path or self.model.path, self.data.trust_remote_code
+
+    @property
     def loss_scale_factor(self) -> float:
         """The divisor C of seq-mean-token-sum-norm, in tokens."""
         return self.actor.loss_scale_factor or float(self.data.max_response_length)

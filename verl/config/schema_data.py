@@ -123,6 +123,8 @@ class DataConfig(Section):
     val_max_samples: RowLimit = Field(-1, **in_stage("start: reading the data files"))
     """Use only so many validation rows, counted after filtering; -1: all."""
     drop_last: bool = Field(True, description="Leave out the last batch of an epoch when it is not full.")
+    trust_remote_code: bool = Field(False, **in_stage("start: loading the tokenizer"))
+    """Run Python code that comes with the tokenizer."""
     chat_template_kwargs: FreeDict = Field(default_factory=dict, **in_stage("start: rendering the prompts"))
     """Passed on to the tokenizer's chat template, e.g. {enable_thinking: false}."""
     on_bad_row: Literal["skip", "error"] = Field("skip", **in_stage("start: reading the data files"))
@@ -164,7 +166,9 @@ class ModelConfig(Section):
     dtype: Dtype = Field("bfloat16", **in_stage("wherever a model computes: trainer and engine"))
     """Compute type of trainer and engine alike; master weights are always float32."""
     fp16: Fp16Config = Field(default_factory=Fp16Config, description="Loss scale of float16.")
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model or tokenizer.")
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; its tokenizer's (data.trust_remote_code) and that of other models is
+    asked for apart."""
     enable_gradient_checkpointing: bool = Field(False, **in_stage("update: backward passes of actor and critic"))
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -207,6 +211,7 @@ class RewardModelConfig(Section):
     path: str | None = Field(None, min_length=1)
     """Hugging Face folder or hub id of the model, or a run of verl reward-model train; null: none."""
     weight: Number = Field(1.0, description="Factor of its score in the sum with the other rewards.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with this model and its tokenizer.")
     max_length: Tokens | None = Field(None, ge=2)
     """Most tokens of prompt and response that it reads; null: what it has positions for."""
     truncation: Literal["left", "right"] = "left"

@@ -187,6 +187,8 @@ class CriticModelConfig(Section):
     acts_in: ClassVar[str] = "start: loading the critic's model"
 
     path: str | None = Field(None, description="As model.path; null: the actor's model with a new value head.")
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model of critic.model.path."""
 
 
 class CriticConfig(Section):

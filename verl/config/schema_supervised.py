@@ -38,6 +38,8 @@ class SupervisedDataConfig(Section):
     """Most tokens of one micro-batch; decides memory and speed, never the result."""
     shuffle: bool = Field(True, **in_stage("the loader of examples"))
     """Draw examples in a seeded random order, new in every epoch."""
+    trust_remote_code: bool = Field(False, **in_stage("start: loading the tokenizer"))
+    """Run Python code that comes with the tokenizer."""
     chat_template_kwargs: FreeDict = Field(default_factory=dict)
     """Passed on to the tokenizer's chat template."""
     max_samples: Examples | None = Field(None, ge=1)
@@ -131,6 +133,11 @@ class SupervisedConfig(Section):
     def run_dir(self) -> Path:
         """The folder that holds every file of the run."""
         return self.trainer.folder
+
+    @property
+    def tokenizer(self) -> tuple[str, bool]:
+        """Its folder or hub id, and whether Python code that comes with it may run."""
+        return self.model.tokenizer_path or self.model.path, self.data.trust_remote_code
 
     def notices(self) -> list[str]:
         """One sentence for every setting that is accepted but has no effect."""

@@ -93,8 +93,8 @@ def of_config(config: Config) -> Evidence:
     from verl.diagnostics.reward_trial import try_known_answers
     from verl.models.loading import load_tokenizer
 
-    data, model = config.data, config.model
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+    data = config.data
+    tokenizer = load_tokenizer(*config.tokenizer)
     lenient = {"truncation": "right", "on_bad_row": "skip", "max_skipped_fraction": 1.0}
     rows = PromptDataset.load(data.train_files, data.model_copy(update=lenient), tokenizer, 256).rows
 

@@ -417,10 +417,11 @@ def _custom_code(raw: dict[str, Any], auto_class: str | None) -> str | None:
 
 
 def _refused_code(role: str, folder: Path, reference: str) -> ModelError:
+    key = {"model": "model", "tokenizer": "data"}[role]
     return ModelError(
         f"the {role} needs Python code that comes with it ({reference}), and that code is not executed",
         value=folder,
-        fix="read the code; if you trust it, set model.trust_remote_code=true",
+        fix=f"read the code; if you trust it, set {key}.trust_remote_code=true (of a command: --trust-remote-code)",
     )
 
 

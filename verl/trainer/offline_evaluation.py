@@ -51,8 +51,8 @@ class ModelEvaluation:
     def __init__(self, config: Config) -> None:
         check_model_limits(config)
         self.config, self.plan = config, config.validation_sampling
-        data, model = config.data, config.model
-        self._tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+        data = config.data
+        self._tokenizer = load_tokenizer(*config.tokenizer)
         dataset = PromptDataset.load(data.val_files, data, self._tokenizer, data.val_max_samples, "DATA")
         judge = load_reward_model(config, choose_device(config), self._tokenizer)
         self._scorer = RuleScorer(config.reward, self._tokenizer.decode, model=judge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Inputs:
         data = config.data
         check_model_limits(config)
         with naming("model.tokenizer_path" if config.model.tokenizer_path else None):
-            tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
+            tokenizer = load_tokenizer(*config.tokenizer)
         training = PromptDataset.load(data.train_files, data, tokenizer, data.train_max_samples)
         validation = None
         if data.val_files:
@@ -79,7 +80,8 @@ class Inputs:
         if config.reward.model.path is not None:
             with naming("reward.model.path"):
                 require_classifier(config.reward.model.path)
-                load_config(config.reward.model.path, classifier=True)
+                load_config(config.reward.model.path, config.reward.model.trust_remote_code, classifier=True)
+                load_tokenizer(config.reward.model.path, config.reward.model.trust_remote_code)
         scorer = RuleScorer(config.reward, function=reward)
         for dataset in filter(None, (training, validation)):
             scorer.check_rows(dataset.exemplars)
@@ -293,13 +295,16 @@ def _started(
 
 @contextmanager
 def naming(key: str | None) -> Iterator[None]:
-    """Names the key in what is said about a model that is not ``model.path``."""
+    """Names the key in what is said about a model that is not ``model.path``, and the one that trusts its code."""
     try:
         yield
     except ModelError as error:
         if key is None:
             raise
-        raise ModelError(f"{key}: {error.what}", error.value, error.fix) from error
+        fix = error.fix
+        if fix and key.endswith(".path"):
+            fix = re.sub(r"\b(model|data)\.trust_remote_code", key.removesuffix("path") + "trust_remote_code", fix)
+        raise ModelError(f"{key}: {error.what}", error.value, fix) from error
 
 
 def check_model_limits(config: Config) -> None:
@@ -310,10 +315,12 @@ def check_model_limits(config: Config) -> None:
         ModelError: no such model.
     """
     longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
-    for path in dict.fromkeys([config.model.path] + [config.critic_model_path] * config.uses_critic):
-        with naming("critic.model.path" if path != config.model.path else None):
-            critic = path != config.model.path
-            model = load_config(path, config.model.trust_remote_code, classifier=critic).get_text_config()
+    models = {config.model.path: (None, config.model.trust_remote_code)}
+    if config.uses_critic and config.critic.model.path:
+        models[config.critic.model.path] = ("critic.model.path", config.critic.model.trust_remote_code)
+    for path, (key, trusted) in models.items():
+        with naming(key):
+            model = load_config(path, trusted, classifier=key is not None).get_text_config()
         limit = getattr(model, "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise ConfigError(

@@ -114,7 +114,7 @@ class SupervisedLoop:
             self.model.save(pending.path / FOLDER)
             save_hf_files(resolve_model(config.model.path), pending.path / FOLDER / "hf")
             if config.model.tokenizer_path:
-                load_tokenizer(config.model.tokenizer_path).save_pretrained(pending.path / FOLDER / "hf")
+                load_tokenizer(*config.tokenizer).save_pretrained(pending.path / FOLDER / "hf")
             if isinstance(config, RewardModelTrainingConfig):
                 self.hf_model.config.save_pretrained(pending.path / FOLDER / "hf")
             state = {"step": self.step, "held": self.held, "loader": self.loader.state_dict()}
@@ -205,7 +205,7 @@ def _load_data(config: SupervisedConfig) -> tuple[ExampleDataset, ExampleDataset
             f"{data.max_length} tokens",
             f"set data.max_length to at most {limit}",
         )
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(*config.tokenizer)
     ends = stop_ids(config.model.path, tokenizer)
     load = load_pairs if pairs else load_conversations
     training = load(data.train_files, data, tokenizer, ends)
@@ -232,9 +232,7 @@ def load_model(config: SupervisedConfig) -> tuple[PreTrainedModel, SupervisedMod
     if pairs:
         # What a folder of a sequence-classification model says of itself, and what transformers needs to read it.
         hf_model.config.architectures = [type(hf_model).__name__]
-        hf_model.config.pad_token_id = load_tokenizer(
-            settings.tokenizer_path or settings.path, settings.trust_remote_code
-        ).pad_token_id
+        hf_model.config.pad_token_id = load_tokenizer(*config.tokenizer).pad_token_id
     return hf_model, SupervisedModel(
         ValueModel(hf_model) if pairs else PolicyModel(hf_model), limits, weights, optimizer
     )

@@ -126,9 +126,9 @@ def load_reward_model(
     path = config.reward.model.path
     if path is None:
         return None
-    # model.trust_remote_code is for the actor's code: no other model's runs by it.
-    model = load_classifier(path, getattr(torch, config.model.dtype), attn_implementation=ATTENTION_NAME).to(device)
-    tokenizer = load_tokenizer(path)
+    trusted = config.reward.model.trust_remote_code
+    model = load_classifier(path, getattr(torch, config.model.dtype), trusted, ATTENTION_NAME).to(device)
+    tokenizer = load_tokenizer(path, trusted)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     ends = stop_ids(path, tokenizer)
     return RewardModel(ValueModel(model), config.reward.model, tokenizer, ends, actor_tokenizer, positions)
