@@ -41,6 +41,13 @@ def test_a_group_goes_to_one_worker_and_groups_are_spread() -> None:
     assert dispatcher.assign(0.0) == {}
 
 
+def test_what_is_submitted_to_the_front_goes_before_all_that_waits() -> None:
+    dispatcher = with_workers(2)
+    dispatcher.submit([r for draw in range(3) for r in group(draw)], 0.0)
+    dispatcher.submit([r for draw in (8, 9) for r in group(draw)], 0.0, front=True)
+    assert [slot.uid for slot in slots(dispatcher.assign(0.0)["0"])] == [uid(8), uid(9)]
+
+
 def test_a_group_waits_for_the_worker_that_has_its_first_half() -> None:
     dispatcher = with_workers(6, 4)
     groups = [group(draw, 4) for draw in range(4)]

@@ -176,7 +176,7 @@ class RolloutPool:
         box: list[Result] = []
         with self._changed:
             self._boxes.update((request.slot, box) for request in requests)
-            self._submit(requests, prompts)
+            self._submit(requests, prompts, front=True)  # a validation does not wait for what trains later
             self._wait_until(lambda: len(box) == len(requests))
         found = {result.slot: result for result in box}
         return [found[request.slot] for request in requests]
@@ -255,10 +255,10 @@ class RolloutPool:
         for member in self._members.values():
             ray.kill(member.actor)
 
-    def _submit(self, requests: list[Request], prompts: DataProto | None) -> None:
+    def _submit(self, requests: list[Request], prompts: DataProto | None, front: bool = False) -> None:
         if self._scorer is not None and prompts is not None:
             self._scorer.expect(requests, for_scoring(prompts))
-        self._dispatcher.submit(requests, time.monotonic())
+        self._dispatcher.submit(requests, time.monotonic(), front)
         self._changed.notify_all()
 
     def _wait_until(self, done: Callable[[], bool]) -> None:

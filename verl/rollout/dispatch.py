@@ -8,7 +8,8 @@ Workers are given work as follows.
   worker because it had a place free, and with a long queue only the places limit.
 - Together: the requests of one prompt go to one worker, which then computes the prompt once. What its places do not
   hold waits for it, and others take that only when the queue is empty. A worker's share may cut a group as well.
-- In order: what a lost worker had goes back to the front, what an engine failed with to the end.
+- In order: what a lost worker had goes back to the front, what an engine failed with to the end. Validation, which
+  somebody waits for, is submitted to the front.
 
 A worker's speed is the tokens it finished over the time it needed, the latest responses counting most. A response in
 hand together with others counts for its part of that time, so that a new worker is measured right from its first one.
@@ -193,8 +194,8 @@ class Dispatcher:
                 self._lose(entry, f"{entry.losses} workers were lost with it, the last one: {reason}")
         self._retry([entry for entry in back if entry.losses < self._worker_attempts], front=True)
 
-    def submit(self, requests: Sequence[Request], now: float) -> None:
-        """Queue these requests.
+    def submit(self, requests: Sequence[Request], now: float, front: bool = False) -> None:
+        """Queue these requests; ``front``: before all others.
 
         Raises:
             EngineError: a slot is submitted already and has no outcome yet. Nothing of the call is queued then.
@@ -205,7 +206,7 @@ class Dispatcher:
                 raise EngineError("a sample was asked for again before it was done", slot)
         entries = [_Entry(request, now) for request in requests]
         self._unfinished.update((entry.request.slot, entry) for entry in entries)
-        self._enqueue(entries)
+        self._enqueue(entries, front)
 
     def cancel(self, slots: Iterable[Slot], now: float) -> dict[str, list[Slot]]:
         """Forget these slots: they get no outcome. Returns those that are to be aborted, by worker."""
