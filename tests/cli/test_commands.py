@@ -29,6 +29,14 @@ def walk(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[list[str
                 yield from walk(child, [*words, name])
 
 
+def parser_of(command: list[str]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = entry.build_parser()
+    for word in command:
+        commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = commands.choices[word]
+    return parser
+
+
 COMMANDS = list(walk(entry.build_parser(), []))
 LEAVES = [words for words in COMMANDS if words and not any(other[:-1] == words for other in COMMANDS)]
 
@@ -55,11 +63,7 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", LEAVES, ids=" ".join)
 def test_every_command_is_described_and_its_examples_are_understood(command: list[str]) -> None:
-    root = entry.build_parser()
-    parser: argparse.ArgumentParser = root
-    for word in command:
-        commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        parser = commands.choices[word]
+    root, parser = entry.build_parser(), parser_of(command)
     assert parser.description and len(parser.description.split()) > 2
     examples = re.findall(rf"^  (verl {' '.join(command)}\b.*)", parser.epilog or "", re.MULTILINE)
     assert examples
@@ -226,7 +230,12 @@ def test_the_page_about_the_commands_names_them_all_and_the_exit_codes() -> None
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     for command in COMMANDS:
         if command and not any(other[:-1] == command for other in COMMANDS):  # a group is named by its commands
-            assert f"`verl {' '.join(command)}`" in page
+            group = next(title for title, names in entry.GROUPS.items() if command[0] in names)
+            part = re.search(rf"^## {group}$.*?(?=^[#`])", page, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+            assert part and f"`verl {' '.join(command)}`" in part[0]
+    json = {" ".join(words) for words in LEAVES if "--json" in parser_of(words)._option_string_actions}
+    said = re.search(r"^## For programs\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    assert said and set(re.findall(r"`([a-z ]+)`", said[1])) == json
     codes = {entry.EXIT_OK, entry.EXIT_FAILED, entry.EXIT_BAD_INPUT, entry.EXIT_INTERRUPTED, entry.EXIT_TERMINATED}
     assert set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE))) == codes
     assert all(f"{code} " in entry.EXAMPLES for code in codes)

@@ -121,7 +121,7 @@ def command(
 
 def group(commands: Commands, name: str, help: str) -> Commands:
     """A command that holds others, such as ``verl data``."""
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help)
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
 
     def needs_a_command(arguments: argparse.Namespace) -> NoReturn:
         raise ConfigError(f"verl {name} needs a command", None, f"one of {', '.join(inner.choices)}")

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from verl import __version__
 from verl.cli import (
+    completion,
     config,
     data,
     doctor,
@@ -37,7 +38,7 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 
 
 # What a person wants, and the commands for it, in the order of use.
 GROUPS = {
-    "prepare": ("init", "presets", "data", "model", "reward", "config", "plan"),
+    "prepare": ("init", "presets", "data", "model", "reward", "config", "plan", "completion"),
     "train": ("train", "sft", "reward-model", "scale"),
     "look": ("watch", "report", "serve", "run", "profile", "metrics"),
     "fix": ("doctor", "replay"),
@@ -161,6 +162,7 @@ def build_parser() -> Parser:
         config,
     ):
         module.add(commands)
+    completion.add(commands, build_parser)
     parser.group_commands(commands, GROUPS)
     return parser
 
