@@ -114,6 +114,20 @@ def test_halves_of_killed_writers_are_swept_up_later(file, own_cache):
     assert not old.exists() and new.exists()
 
 
+def test_a_clock_that_is_set_makes_no_living_writer_a_killed_one(file, own_cache, monkeypatch):
+    write, real = tables._write, time.time
+
+    def slow(path, *rest):
+        columns = write(path, *rest)
+        with monkeypatch.context() as patched:
+            patched.setattr(cache.time, "time", lambda: real() + 3 * cache.ABANDONED_AFTER)
+            cache._sweep(own_cache)  # as another process would
+        return columns
+
+    monkeypatch.setattr(tables, "_write", slow)
+    assert numbers(file)
+
+
 def test_a_file_that_changes_while_it_is_read(file, monkeypatch):
     write = tables._write
 

@@ -23,8 +23,15 @@ Span = tuple[str, float, float]
 TOP_OPERATORS = 20  # of a profile, by their own time
 MEMORY_EVENTS = 100_000  # allocations of a CUDA memory snapshot, the last ones
 
+_START = time.time() - time.perf_counter()
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def now() -> float:
+    """Seconds since 1970, by the clock as it stood when this process began: setting the clock moves no span."""
+    return _START + time.perf_counter()
 
 
 class Recorder:
@@ -45,7 +52,7 @@ class Recorder:
     @contextmanager
     def call(self, role: str, name: str) -> Iterator[None]:
         """Around a call of this process that computes for a role."""
-        began = time.time()
+        began = now()
         try:
             with ExitStack() as stack:
                 if self._folder is not None and self._config.wants(role):
@@ -55,7 +62,7 @@ class Recorder:
                         stack.enter_context(self._traced(role, name))
                 yield
         finally:
-            self._spans.append((name, began, time.time()))
+            self._spans.append((name, began, now()))
 
     def take(self) -> list[Span]:
         """What has ended since the last call; calls without a pause between them are one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import mmap
@@ -108,6 +109,8 @@ def _make(folder: Path, key: str, write: Callable[[Any], list[str]]) -> None:
     file = folder / f"{key}.arrow"
     try:
         with atomic_write(file) as opened:
+            with contextlib.suppress(OSError):
+                fcntl.flock(opened, fcntl.LOCK_SH)  # whatever the clock says, this is no abandoned file
             columns = write(opened)
         write_atomic(folder / f"{key}.json", json.dumps({"fingerprint": fingerprint(file), "columns": columns}))
     except OSError as error:
@@ -119,7 +122,9 @@ def _sweep(folder: Path) -> None:
     for path in folder.glob(f".*{PARTIAL}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
-                path.unlink()
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its writer, if it lives, holds it
+                    path.unlink()
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

@@ -130,6 +130,9 @@ def trace(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 SHOWN_STEPS, MARKS = 4, 1000  # of the report's picture: the last steps, and its width in marks
+LONG_PAUSE = (
+    3600.0  # seconds between two steps: the run lay stopped, or the clock was set, and the picture begins behind
+)
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -143,6 +146,8 @@ def picture(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not lines:
         return {}
     windows = [(line.get("began", 0.0) + a, line.get("began", 0.0) + b) for line in lines for a, b in [window(line)]]
+    breaks = [i for i in range(1, len(lines)) if not -1 < windows[i][0] - windows[i - 1][1] < LONG_PAUSE]
+    lines, windows = lines[max(breaks, default=0) :], windows[max(breaks, default=0) :]
     zero, last = windows[0][0], windows[-1][1]
     held: dict[str, list[tuple[str, float, float]]] = {"controller": []}
     for line in lines:

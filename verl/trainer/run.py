@@ -315,7 +315,7 @@ def check_model_limits(config: Config) -> None:
         ModelError: no such model.
     """
     longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
-    models = {config.model.path: (None, config.model.trust_remote_code)}
+    models: dict[str, tuple[str | None, bool]] = {config.model.path: (None, config.model.trust_remote_code)}
     if config.uses_critic and config.critic.model.path:
         models[config.critic.model.path] = ("critic.model.path", config.critic.model.trust_remote_code)
     for path, (key, trusted) in models.items():

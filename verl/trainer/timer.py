@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from verl.cluster.profiling import now
+
 
 class StepTimer:
     """``with timer("gen"): ...``; parts of one name add up until :meth:`flush`.
@@ -57,7 +59,7 @@ class StepTimer:
         """
         parts = sorted(self.intervals(), key=lambda part: part[1])
         zero = parts[0][1]
-        began = time.time() - time.perf_counter() + zero
+        began = now() - time.perf_counter() + zero
 
         def since(spans: Iterable[tuple[str, float, float]], zero: float) -> list[tuple[str, float, float]]:
             return [(name, round(start - zero, 4), round(end - zero, 4)) for name, start, end in spans if end >= zero]
