@@ -208,6 +208,11 @@ class RunDir:
         return self.checkpoints / f"step_{step:06d}"
 
     @property
+    def weights(self) -> Path:
+        """Published weights, while a run with ``rollout.weight_sync=disk`` goes on."""
+        return self.path / "weights"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

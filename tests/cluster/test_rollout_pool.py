@@ -28,7 +28,7 @@ from test_rollout_worker import SPEC, bits, config_of, requests
 
 from verl.cluster.ray_runtime import _answers_anybody
 from verl.cluster.rollout_pool import RolloutPool
-from verl.cluster.rollout_worker import exported
+from verl.cluster.weight_sync import Disk, SharedMemory, exported
 from verl.cluster.worker import Worker
 
 ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
@@ -42,7 +42,7 @@ events, wish = [], [None]
 pool = RolloutPool(
     config,
     [replace(SPEC, count=2)],
-    lambda: ray.put(exported(trainer._actor.policy.model.named_parameters())),
+    SharedMemory(lambda: ray.put(exported(trainer._actor.policy.model.named_parameters()))),
     lambda kind, subject, detail: events.append([kind, subject, detail]),
     wish=lambda: wish[0],
 )
@@ -106,7 +106,8 @@ found["scaled"] = results == [versions_as(2)] * 4
 found["workers"] = pool.metrics()["rollout/workers"]
 found["spans"] = {name: sorted({what for what, _, _ in spans}) for name, spans in pool.spans().items()}
 
-# Given up, asked for again under other weights: one answer each, of the new ones.
+# Given up, asked for again under other weights, from disk: one answer each, of the new ones.
+pool._sync = Disk(trainer.write_weights, Path(sys.argv[1]).parent / "weights")
 stale = named("stale", 20)
 pool.submit(stale)
 pool.cancel([request.slot for request in stale])
@@ -118,6 +119,9 @@ while len(answers) < len(stale):
 found["once"] = len({result.slot for result in answers}) == len(answers) == len(stale)
 found["new"] = [sorted({int(v) for r in answers for v in r.versions})]
 found["stats"] = pool.stats().version
+pool.publish(4)
+until(lambda: os.listdir(pool._sync._folder) == ["version_000004.safetensors"])
+found["disk"] = bits(pool.generate(named("disk"))) == versions_as(4)
 found["late"] = list(pool._finished)
 
 # A validation while much is asked for does not wait for all that.
@@ -173,6 +177,10 @@ def test_workers_that_come_and_go_change_nothing(found: dict[str, Any]) -> None:
 
 def test_what_was_given_up_and_asked_for_again_is_answered_once(found: dict[str, Any]) -> None:
     assert found["once"] and found["new"] == [[3]] and found["stats"] == 3 and found["late"] == []
+
+
+def test_weights_from_disk_are_the_trainers(found: dict[str, Any]) -> None:
+    assert found["disk"]
 
 
 def test_what_somebody_waits_for_goes_first(found: dict[str, Any]) -> None:

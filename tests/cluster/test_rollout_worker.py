@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from verl.cluster.placement import WorkerSpec
-from verl.cluster.rollout_worker import RolloutWorker, exported
+from verl.cluster.rollout_worker import RolloutWorker
+from verl.cluster.weight_sync import Disk, SharedMemory, exported
 from verl.cluster.worker import Worker
 from verl.config import Config, build_config
 from verl.errors import EngineError
@@ -63,7 +65,9 @@ def bits(results: list[Result]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_published_weights_are_used_where_they_are_and_give_the_trainers_bits(tiny_model_dir: Path, dtype: str) -> None:
+@pytest.mark.parametrize("disk", [False, True])
+def test_published_weights_give_the_trainers_bits(tiny_model_dir: Path, tmp_path: Path, dtype: str, disk: bool) -> None:
+    """Shared memory is used where it is, and what was a file may go."""
     trainer = Worker(config_of(tiny_model_dir, dtype))
     trainer.setup()
     worker = RolloutWorker(trainer._config, SPEC)
@@ -77,9 +81,16 @@ def test_published_weights_are_used_where_they_are_and_give_the_trainers_bits(ti
             parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     trainer.publish(3)
     assert not trainer.compare(probe, worker.sample(probe)).exact  # the worker's are the old ones
-    worker.load_weights(3, exported(trainer._actor.policy.model.named_parameters()))
+    folder = tmp_path / "weights"
+    sync = Disk(trainer.write_weights, folder) if disk else SharedMemory(trainer.exported_weights)
+    worker.load_weights(3, sync.publish(3))
     pointers = [parameter.data_ptr() for parameter in worker._policy.model.parameters()]
-    assert pointers == [parameter.data_ptr() for parameter in trainer._actor.policy.model.parameters()]
+    if disk:
+        assert os.listdir(folder) == ["version_000003.safetensors"]
+        sync.close()
+        assert not folder.exists()
+    else:
+        assert pointers == [parameter.data_ptr() for parameter in trainer._actor.policy.model.parameters()]
     assert trainer.compare(probe, worker.sample(probe)).exact
     after = bits(run(worker, requests(6)))
     assert after == bits(trainer.generate(requests(6), None)) != before
@@ -104,6 +115,26 @@ def test_a_response_handed_back_goes_on_elsewhere_and_ends_as_if_undisturbed(tin
     ]
     assert bits(run(other, on)) == expected
     assert one.advance([], 0.0).stats.active == 0
+
+
+def test_a_version_goes_when_a_newer_one_is_used_and_no_worker_is_reading_it(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "version_000099.safetensors").write_text("of a run that was killed")
+    sync = Disk(lambda file: Path(file).touch(), folder)
+    assert not folder.exists()
+    files = [Path(sync.publish(version)) for version in range(4)]
+    sync.retire({2, 0})  # version 3 is published, and not used yet
+    assert [file.exists() for file in files] == [True, False, True, True]
+    sync.retire({3})
+    assert [file.exists() for file in files] == [False, False, False, True]
+
+
+def test_weights_that_a_worker_does_not_see_are_named(tiny_model_dir: Path, tmp_path: Path) -> None:
+    worker = RolloutWorker(config_of(tiny_model_dir), SPEC)
+    worker.setup()
+    with pytest.raises(EngineError, match=r"cannot read the published weights(.|\n)*nowhere(.|\n)*machines share"):
+        worker.load_weights(1, str(tmp_path / "nowhere"))
 
 
 def test_weights_of_another_model_are_refused(tiny_model_dir: Path) -> None:

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "profiler.memory",
     "actor.strategy",
     "rollout.partial",  # rollout workers of their own: test_rollout_pool.py
+    "rollout.weight_sync",
     "rollout.worker_timeout",
     "rollout.response_timeout",
     "trainer.staleness_unit",  # async

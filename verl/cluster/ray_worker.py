@@ -105,10 +105,13 @@ class RayWorkers:
         return EngineStats.total(stats, stats[0].version)
 
     def exported_weights(self) -> Any:
-        """A reference to the actor's weights, which lie in the object store then; see :class:`RolloutPool`."""
+        """A reference to the actor's weights, which lie in the object store then; :mod:`verl.cluster.weight_sync`."""
         references = [actor.exported_weights.remote() for actor in self._actors]
         ray.wait(references, num_returns=len(references), fetch_local=False)
         return references[0]
+
+    def write_weights(self, file: str) -> None:
+        self._answers("write_weights", [actor.write_weights.remote(file) for actor in self._actors])
 
     def parity_probe(self) -> list[Request]:
         return self._answers("parity_probe", [self._actors[0].parity_probe.remote()])[0]

@@ -22,6 +22,7 @@ from verl.cluster.profiling import Span, joined
 from verl.cluster.ray_worker import RayWorkers, memory_kills
 from verl.cluster.rollout_worker import Progress, RolloutWorker
 from verl.cluster.start import EventLog
+from verl.cluster.weight_sync import Disk, SharedMemory, WeightSync
 from verl.config import Config
 from verl.errors import ClusterError, VerlError
 from verl.protocol import DataProto
@@ -29,6 +30,7 @@ from verl.rollout.dispatch import Dispatcher, Lost, Outcome
 from verl.rollout.parity import ParityReport
 from verl.rollout.protocol import EngineStats, Request, Result, Slot, lost_result
 from verl.rollout.scaling import Load, ScalingPolicy
+from verl.run_dir import RunDir
 
 ADVANCE_SECONDS = 0.25  # an answer is a sign of life
 CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
@@ -48,7 +50,7 @@ class _Member:
         heard: when it last answered, or had its first call after a pause.
         ready: it is set up, and may be given requests.
         leaving: it has been asked to hand back what it has, and ends then.
-        weights: version and reference that it has yet to take.
+        weights: version and reference that it has yet to take; ``loading``: the version that it is taking.
         stats: of its engine, at its last answer.
         memory: bytes that it held at its last answer.
         spans: what it has done that nobody has asked for yet.
@@ -62,6 +64,7 @@ class _Member:
     ready: bool = False
     leaving: bool = False
     weights: tuple[int, Any] | None = None
+    loading: int | None = None
     stats: EngineStats | None = None
     memory: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -81,8 +84,7 @@ class RolloutPool:
 
     Args:
         specs: of the workers to start with.
-        exported_weights: a reference to the actor's present weights, as
-            :func:`verl.cluster.rollout_worker.exported` gives them.
+        sync: brings the actor's weights to the workers.
         log: of events.
         scorer: scores groups as they finish; None: when their batch is complete.
         wish: asked every second: how many workers the user wants, None: as many as the load asks for.
@@ -98,12 +100,12 @@ class RolloutPool:
         self,
         config: Config,
         specs: Sequence[WorkerSpec],
-        exported_weights: Callable[[], Any],
+        sync: WeightSync,
         log: EventLog,
         scorer: RayWorkers | None = None,
         wish: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._config, self._exported_weights, self._log = config, exported_weights, log
+        self._config, self._sync, self._log = config, sync, log
         self._dispatcher = Dispatcher(WORKER_ATTEMPTS, seconds=config.rollout.response_timeout or inf)
         self._members: dict[str, _Member] = {}
         self._boxes: dict[Slot, list[Result]] = {}  # of those who wait in generate()
@@ -200,13 +202,20 @@ class RolloutPool:
             return results
 
     def publish(self, version: int) -> None:
-        """Weights are put in the object store once; every worker takes them before what is submitted from now on."""
-        reference = self._exported_weights()
+        """Every worker takes the weights before what is submitted from now on."""
+        reference = self._sync.publish(version)
         with self._changed:
             self._weights = version, reference
             for member in self._members.values():
                 member.weights = self._weights
+            self._retire()
             self._changed.notify_all()
+
+    def _retire(self) -> None:
+        """Let go of versions that no worker takes any more."""
+        assert self._weights is not None
+        loading = {member.loading for member in self._members.values() if member.loading is not None}
+        self._sync.retire(loading | {self._weights[0]})
 
     def stats(self) -> EngineStats:
         """Sums over the workers; the version is the last one published."""
@@ -254,6 +263,7 @@ class RolloutPool:
             self._thread.join(timeout=10)
         for member in self._members.values():
             ray.kill(member.actor)
+        self._sync.close()
 
     def _submit(self, requests: list[Request], prompts: DataProto | None, front: bool = False) -> None:
         if self._scorer is not None and prompts is not None:
@@ -333,8 +343,8 @@ class RolloutPool:
             if busy and not self._config.rollout.partial:
                 self._dispatcher.drain_worker(member.name)  # until it has finished what the old weights began
                 continue
-            version, reference = member.weights
-            member.call("load_weights", version, reference)
+            member.loading, reference = member.weights
+            member.call("load_weights", member.loading, reference)
             member.weights = None
             self._dispatcher.drain_worker(member.name, False)
         assigned = self._dispatcher.assign(time.monotonic())
@@ -367,6 +377,9 @@ class RolloutPool:
             return
         if method == "setup":
             self._join(member)
+        elif method == "load_weights":
+            member.loading = None
+            self._retire()
         elif method == "abort":
             self._dispatcher.hand_back(member.name, answer, now)
             if member.leaving:
@@ -463,7 +476,11 @@ def started_pool(
     wish: Callable[[], int | None],
 ) -> Iterator[tuple[RolloutPool, ParityReport]]:
     """Workers that sample for this trainer, and whether their log-probs are its own, bit for bit."""
-    pool = RolloutPool(config, specs, trainer.exported_weights, log, scorer, wish)
+    disk = config.rollout.weight_sync == "disk"
+    sync = (
+        Disk(trainer.write_weights, RunDir(config.run_dir).weights) if disk else SharedMemory(trainer.exported_weights)
+    )
+    pool = RolloutPool(config, specs, sync, log, scorer, wish)
     try:
         probe = trainer.parity_probe()
         yield pool, ParityReport.total([trainer.compare(probe, results) for results in pool.start(probe)])

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import resource
 import time
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from verl.cluster.profiling import Recorder, Span, recorded
+from verl.cluster.weight_sync import Weights, take
 from verl.config import Config
-from verl.errors import EngineError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer, stop_ids
 from verl.models.memory import held_memory
@@ -26,9 +22,6 @@ from verl.rollout.protocol import EngineStats, Request, Result, Slot, generate
 
 if TYPE_CHECKING:
     from verl.cluster.placement import WorkerSpec
-
-Weights = Mapping[str, tuple[str, NDArray[np.generic]]]
-"""By parameter name its dtype and its bytes as numpy has them (bfloat16 as int16)."""
 
 
 @dataclass(frozen=True)
@@ -99,32 +92,7 @@ class RolloutWorker:
         return self._engine.abort(slots)
 
     @recorded("rollout")
-    def load_weights(self, version: int, weights: Weights) -> None:
-        """Sample from these from now on; on the machine that holds them they are used where they are.
-
-        Raises:
-            EngineError: they are of another model.
-        """
-        parameters = dict(self._policy.model.named_parameters())
-        shapes = {name: tuple(array.shape) for name, (_, array) in weights.items()}
-        if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
-            raise EngineError("the published weights are of another model than the rollout worker's")
-        for name, parameter in parameters.items():
-            parameter.data = _tensor(*weights[name]).to(parameter.device)
+    def load_weights(self, version: int, weights: Weights | str) -> None:
+        """Sample from these from now on; :func:`verl.cluster.weight_sync.take` says how they are taken, and raises."""
+        take(dict(self._policy.model.named_parameters()), weights)
         self._engine.load_weights(version)
-
-
-def exported(named: Iterable[tuple[str, Tensor]]) -> Weights:
-    """A model's parameters for other processes, each once; not copied where they are in the machine's memory."""
-    return {name: (str(p.dtype).removeprefix("torch."), _array(p.detach())) for name, p in named}
-
-
-def _array(tensor: Tensor) -> NDArray[np.generic]:
-    tensor = tensor.cpu().contiguous()
-    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-def _tensor(dtype: str, array: NDArray[np.generic]) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what lies in the object store is read-only, and is only read
-        return torch.from_numpy(array).view(getattr(torch, dtype))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.algorithms.aggregation import Denominators
@@ -19,8 +20,8 @@ from verl.checkpoint.manifest import checkpoint_errors
 from verl.cluster.early_scoring import EarlyScoring
 from verl.cluster.placement import Group, whole_run
 from verl.cluster.profiling import Recorder, Span, recorded
-from verl.cluster.rollout_worker import Weights, exported
 from verl.cluster.threads import available_cores
+from verl.cluster.weight_sync import Weights, exported
 from verl.config import BatchPlan, Config, SupervisedConfig
 from verl.errors import ConfigError
 from verl.models.attention import ATTENTION_NAME
@@ -37,6 +38,7 @@ from verl.models.loading import (
 from verl.models.memory import descendants, held_memory
 from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
+from verl.protocol.files import write_safetensors
 from verl.rewards.scorer import RuleScorer
 from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.parity import ParityReport, compare, probe_requests
@@ -201,9 +203,20 @@ class Worker:
     @recorded("actor")
     def exported_weights(self) -> Weights:
         """The actor's, for rollout workers; from the first rank."""
+        return exported(self._published().items())
+
+    @recorded("actor")
+    def write_weights(self, file: str) -> None:
+        """The same into a safetensors file. Raises CheckpointError: the disk failed."""
+        weights = self._published()
+        if self._ranks.rank == 0:
+            with checkpoint_errors("publish weights", Path(file)):
+                write_safetensors(Path(file), weights)
+
+    def _published(self) -> dict[str, Tensor]:
         actor, first = self._actor, self._ranks.rank == 0
         named = actor.weights.whole() if actor.weights.sharded else actor.policy.model.named_parameters()
-        return exported((name, tensor) for name, tensor in named if first)
+        return {name: tensor.detach() for name, tensor in named if first}
 
     def parity_probe(self) -> list[Request]:
         """What rollout workers sample so that :meth:`compare` can tell whether they agree with the trainer."""

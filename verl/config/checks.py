@@ -349,6 +349,8 @@ def _trainer_notices(config: Config) -> Iterator[str]:
         yield "trainer.stream_minibatches has no effect: cluster.backend=inline samples and trains in turns"
     elif trainer.stream_minibatches and config.streamed_prompts == config.data.train_batch_size:
         yield "trainer.stream_minibatches has no effect: data.train_batch_size is one mini-batch"
+    if config.rollout.weight_sync == "disk" and not config.rollout_apart:
+        yield "rollout.weight_sync=disk has no effect: rollout shares the actor's process, and its weights"
     if config.ranks == 1 and not trainer.balance_batch:
         yield "trainer.balance_batch=false has no effect: there is one rank"
     yield from _placement_notices(config)

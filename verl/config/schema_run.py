@@ -116,6 +116,9 @@ class RolloutConfig(Section):
     max_workers: Annotated[int, Unit("workers")] | None = Field(None, ge=1)
     """Rollout workers of their own: never more than this; null: as many as at the start, unless verl scale asks for
     others."""
+    weight_sync: Literal["shared_memory", "disk"] = "shared_memory"
+    """Rollout workers of their own: how new weights reach them. shared_memory: once for each machine, over Ray, mapped
+    by its workers; disk: as a file in the run's folder, which all machines must share."""
     enable_prefix_caching: bool = False
     """Keep the keys and values of prompts for later prompts with the same beginning, until the weights change.
     Responses to one prompt share it anyway."""

@@ -18,7 +18,7 @@ STAGES = {
     "update": ("update_actor", "update_critic"),
     "process": ("old_log_prob", "ref", "values", "reward", "adv", "actor_log_probs", "reference_log_probs", "full_kl",
                 "score", "hear"),
-    "transfer": ("update_weights", "publish", "exported_weights", "load_weights"),
+    "transfer": ("update_weights", "publish", "exported_weights", "write_weights", "load_weights"),
     "rollout": ("gen", "wait_rollout", "generate", "advance"),
     "validation": ("testing",),
     "saving": ("save_checkpoint",),
