@@ -63,6 +63,7 @@ ALLOWED_FILES = {
     "multiprocessing": (),  # its connections, queues and managers pickle
     "torch.load": (),
     "torch.save": (),
+    "np.load": (),
 }
 
 # Files -> libraries that they may not import.
