@@ -1,4 +1,4 @@
-"""Rollout and reward workers that are killed, stopped and slowed while a run trains: the same run, to the bit."""
+"""Rollout and reward workers that come, go, and are killed while a run trains: the same run, to the bit."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-from verl_process import GRPO, Command, assert_same_run, train, verl_started
+import verl_process
+from verl_process import GRPO, Command, checkpoint_bytes, computed, reached, steps, train, verl_started
 
+import verl.cli
+from verl.checkpoint.store import CheckpointStore
 from verl.run_dir import RunDir
 
-STEPS = 6
-SETTINGS = (
+RUN = (
     "data.train_batch_size=8",
     "actor.ppo_mini_batch_size=8",
     "data.max_response_length=96",
     "rollout.ignore_eos=true",
+    "data.val_files=[]",
+    "trainer.test_freq=-1",
+)
+POOL = (
+    "trainer.total_training_steps=100000",
+    "trainer.save_freq=1",
     "rollout.max_num_seqs=4",
     "rollout.worker_timeout=8",
-    "data.val_max_samples=2",
-    "trainer.test_freq=-1",
-    f"trainer.total_training_steps={STEPS}",
-    f"trainer.save_freq={STEPS}",
+    "rollout.weight_sync=disk",
     "cluster.backend=ray",
     "cluster.pools.rollout.threads=1",
     "cluster.placement.rollout=rollout",
@@ -79,33 +84,41 @@ class Killer:
             os.kill(pid, signal.SIGCONT)
 
 
-def settings(folder: Path, workers: int) -> tuple[str, ...]:
-    return train(GRPO, folder, *SETTINGS, f"cluster.pools.rollout.processes={workers}")
+def test_a_run_whose_workers_come_go_and_die_is_the_undisturbed_one(tmp_path: Path) -> None:
+    """From one rollout worker to three, which are killed, stopped and slowed, and back to one; then all is compared
+    with a run in one process."""
+    run, calm = tmp_path / "run", tmp_path / "calm"
 
+    def happened(**times: int) -> Callable[[], bool]:
+        def counted() -> bool:
+            kinds = Counter(event.kind for event in RunDir(run).read_events())
+            return all(kinds[kind] >= number for kind, number in times.items())
 
-def assert_equal_runs(calm: Path, other: Path) -> None:
-    assert_same_run(calm, other, STEPS)
-    samples = [[file.read_text() for file in sorted(RunDir(run).samples_dir.iterdir())] for run in (calm, other)]
-    assert samples[0] == samples[1]
+        return counted
 
+    def scale(workers: int) -> None:
+        assert verl.cli.main(["scale", str(run), "--rollout-workers", str(workers)]) == 0
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The undisturbed run, with two workers."""
-    folder = tmp_path_factory.mktemp("calm")
-    with verl_started(*settings(folder / "run", 2), log=folder / "log") as command:
-        done = command.wait(150)
-    assert done.code == 0, done.err
-    return folder / "run"
-
-
-def test_a_disturbed_run_is_the_undisturbed_one(calm: Path, tmp_path: Path) -> None:
-    with verl_started(*settings(tmp_path / "run", 3), log=tmp_path / "log") as command:
+    with verl_started(*train(GRPO, run, *RUN, *POOL), log=tmp_path / "log") as command:
+        command.wait_until(happened(joined=1))
+        scale(3)
+        command.wait_until(happened(joined=3))
         with Killer(command, seed=1) as killer:
-            done = command.wait(240)
-        assert tuple(killer.did) == DEEDS
-        assert done.code == 0, done.err
+            command.wait_until(lambda: len(killer.did) == len(DEEDS))
+            command.wait_until(happened(died=3, joined=6))
+        scale(1)
+        command.wait_until(happened(left=2))
+        command.wait_until(reached(run, steps(run)[-1] + 1))
+        command.signal(signal.SIGTERM)
+        assert command.wait(60).code == 143
         command.wait_for_nothing_left()
-    assert_equal_runs(calm, tmp_path / "run")
-    kinds = Counter(event.kind for event in RunDir(tmp_path / "run").read_events())
-    assert kinds["died"] == 3 and not kinds["lost"]
+    last = CheckpointStore(run / "checkpoints").steps()[-1]
+    once = (f"trainer.total_training_steps={last}", f"trainer.save_freq={last}")
+    done = verl_process.verl(*train(GRPO, calm, *RUN, *once), log=tmp_path / "calm_log")
+    assert done.code == 0, done.err
+    assert checkpoint_bytes(run, last) == checkpoint_bytes(calm, last)
+    assert computed(run)[:last] == computed(calm)
+    samples = [[RunDir(folder).samples(step).read_text() for step in range(1, last + 1)] for folder in (run, calm)]
+    assert samples[0] == samples[1]
+    kinds = Counter(event.kind for event in RunDir(run).read_events())
+    assert kinds["died"] == 3 and kinds["left"] == 2 and not kinds["lost"]

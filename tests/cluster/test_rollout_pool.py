@@ -27,21 +27,24 @@ import ray
 from test_rollout_worker import SPEC, bits, config_of, requests
 
 from verl.cluster.ray_runtime import _answers_anybody
+from verl.cluster import rollout_pool
 from verl.cluster.rollout_pool import RolloutPool
 from verl.cluster.weight_sync import Disk, SharedMemory, exported
 from verl.cluster.worker import Worker
 
-ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+rollout_pool.ROOM_SECONDS = 1.0
+quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+ray.init(address="local", num_cpus=3, resources={"place": 3}, **quiet)
 found = {"answers_anybody": _answers_anybody(ray.get_runtime_context().gcs_address)}
 config = config_of(Path(sys.argv[1]))
-rollout = config.rollout.model_copy(update={"worker_timeout": 6.0, "max_num_seqs": 8, "max_workers": 3})
+rollout = config.rollout.model_copy(update={"worker_timeout": 6.0, "max_num_seqs": 8, "max_workers": 4})
 config = config.model_copy(update={"rollout": rollout})
 trainer = Worker(config)
 trainer.setup()
 events, wish = [], [None]
 pool = RolloutPool(
     config,
-    [replace(SPEC, count=2)],
+    [replace(SPEC, count=2, resources={"place": 1})],
     SharedMemory(lambda: ray.put(exported(trainer._actor.policy.model.named_parameters()))),
     lambda kind, subject, detail: events.append([kind, subject, detail]),
     wish=lambda: wish[0],
@@ -97,8 +100,10 @@ found["retried"] = pool.metrics()["rollout/retried"]
 
 wish[0] = 3
 until(lambda: count("joined") == 5)
+wish[0] = 4  # there is no room for it
+until(lambda: any(event[:2] == ["waiting", "rollout worker 6"] for event in events))
 wish[0] = 1
-thread = later((0.0, lambda: until(lambda: count("left") == 2)))
+thread = later((0.0, lambda: until(lambda: count("left") == 3)))
 given = [named(f"scaled {i}") for i in range(4)]
 results = [bits(pool.generate(batch)) for batch in given]
 thread.join()
@@ -150,7 +155,7 @@ def found(tiny_model_dir: Path) -> dict[str, Any]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.partition("FOUND")[2])
@@ -173,6 +178,13 @@ def test_it_tells_what_each_worker_did(found: dict[str, Any]) -> None:
 
 def test_workers_that_come_and_go_change_nothing(found: dict[str, Any]) -> None:
     assert found["scaled"] and found["workers"] == 1, found["events"]
+
+
+def test_a_worker_for_which_there_is_no_room_is_told_and_given_up(found: dict[str, Any]) -> None:
+    events = found["events"]
+    (told,) = [detail for kind, name, detail in events if (kind, name) == ("waiting", "rollout worker 6")]
+    assert "not ready after 1 s" in told and "1 place (free: 0)" in told
+    assert ["left", "rollout worker 6", "before it was ready"] in events
 
 
 def test_what_was_given_up_and_asked_for_again_is_answered_once(found: dict[str, Any]) -> None:

@@ -65,11 +65,16 @@ def started_groups(
 
 
 def ray_options(process: ProcessSpec, config: Config, roles: frozenset[str]) -> dict[str, Any]:
-    """Of the Ray actor that one of these processes is, which has these roles."""
+    """Of the Ray actor that one of these processes is, which has these roles.
+
+    In a Ray of our own, which has room for the workers of the start, rollout workers reserve no CPUs: a user may wish
+    for more of them.
+    """
     needs = process.needs()
+    cpus = needs.pop("CPU")
     nsight = nsight_options(config.profiler, roles, RunDir(config.run_dir).profile_dir, process.pool)
     return {
-        "num_cpus": needs.pop("CPU"),
+        "num_cpus": 0 if config.cluster.address is None and roles == {"rollout"} else cpus,
         "num_gpus": needs.pop("GPU", 0),
         "memory": int(needs.pop("memory", 0)) or None,
         "resources": needs or None,

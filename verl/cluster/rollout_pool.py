@@ -36,6 +36,7 @@ ADVANCE_SECONDS = 0.25  # an answer is a sign of life
 CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
 TICK_SECONDS = 0.05
 WISH_SECONDS = 1.0
+ROOM_SECONDS = 20.0  # a worker that is not ready by then may have no room
 SPARE_REQUESTS = 8  # in a worker's hands beyond what it decodes at once: a finished row's place is refilled at once
 WORKER_ATTEMPTS = 6  # a response is lost with the last of so many workers
 MAX_LOSSES = 3  # workers lost in a row, beyond one each, without a sign of work by any, before the pool gives up
@@ -49,6 +50,7 @@ class _Member:
         calls: references of calls under way, oldest first, with what was called.
         heard: when it last answered, or had its first call after a pause.
         ready: it is set up, and may be given requests.
+        told: it has been logged that this takes long.
         leaving: it has been asked to hand back what it has, and ends then.
         weights: version and reference that it has yet to take; ``loading``: the version that it is taking.
         stats: of its engine, at its last answer.
@@ -62,6 +64,7 @@ class _Member:
     calls: dict[Any, str] = field(default_factory=dict)
     heard: float = 0.0
     ready: bool = False
+    told: bool = False
     leaving: bool = False
     weights: tuple[int, Any] | None = None
     loading: int | None = None
@@ -320,7 +323,10 @@ class RolloutPool:
         stats = self._dispatcher.stats(now)
         self._waited = max(self._waited, stats.oldest_wait)
         staying = [member for member in self._members.values() if not member.leaving]
-        moving = len(self._members) - sum(member.ready for member in staying)
+        ready = sum(member.ready for member in staying)
+        if self._policy.wish is not None:  # what still starts is given up at once: there may be no room for it, ever
+            self._target = min(self._target, max(self._policy.wish, self._policy.min_workers, ready))
+        moving = len(self._members) - ready
         held = sum(stats.in_flight.values())
         load = Load(len(staying) - moving, moving, self._places, stats.queued, stats.oldest_wait, held)
         self._target += self._policy.decide(now, load)
@@ -394,6 +400,12 @@ class RolloutPool:
         timeout, now = self._config.rollout.worker_timeout, time.monotonic()
         for member in list(self._members.values()):
             limit = timeout if member.ready else max(timeout, self._config.cluster.start_timeout)
+            if not (member.ready or member.told) and now - member.heard > ROOM_SECONDS:
+                member.told, free = True, ray.available_resources()
+                wants = [
+                    f"{amount:g} {key} (free: {free.get(key, 0):g})" for key, amount in member.spec.needs().items()
+                ]
+                self._log("waiting", member.name, f"not ready after {ROOM_SECONDS:g} s; it wants {', '.join(wants)}")
             if member.calls and now - member.heard > limit:
                 method = next(iter(member.calls.values()))
                 self._lose(member, f"no answer to {method} for {now - member.heard:.0f} s (rollout.worker_timeout)")
