@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "errors": 0,
     "atomic": 0,
+    "json_lines": 0,
     "run_dir": 0,
     "user_code": 0,
     "config": 0,
@@ -70,6 +71,7 @@ ALLOWED_FILES = {
 FORBIDDEN_LIBRARIES = {
     "verl/config/*": ("torch", "ray", "transformers"),
     "verl/errors.py": ("torch", "ray", "transformers"),
+    "verl/json_lines.py": ("torch", "ray", "transformers"),
     "verl/run_dir.py": ("torch", "ray", "transformers"),
     "verl/rollout/scheduler.py": ("torch",),
 }

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from verl import run_dir as run_dir_module
 from verl.errors import VerlError
-from verl.run_dir import RunDir, append_line, clean_text, json_line, read_jsonl, write_atomic
+from verl.json_lines import append_line, clean_text, json_line, read_jsonl
+from verl.run_dir import RunDir, write_atomic
 
 # --- names
 

@@ -35,7 +35,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from verl.diagnostics.doctor import examine
-    from verl.run_dir import json_line
+    from verl.json_lines import json_line
 
     evidence, subject = _evidence(arguments.words, arguments.preset)
     findings = examine(evidence)

@@ -207,7 +207,8 @@ def _described(arguments: argparse.Namespace, config: Config, model: ModelSource
 
 def _write(folder: Path, results: dict[str, Any], evaluation: ModelEvaluation, step: int) -> None:
     """Both files whole, the results last: where they are, the samples are, too."""
-    from verl.run_dir import json_line, json_value, write_atomic
+    from verl.json_lines import json_line, json_value
+    from verl.run_dir import write_atomic
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -157,9 +157,9 @@ def _answer(
 ) -> None:
     """Every response into the output; those of prompts on the command line to standard output as they are."""
     from verl.cli.progress import progress
+    from verl.json_lines import json_line
     from verl.rollout.offline import in_order, require_room
     from verl.rollout.text import response_text
-    from verl.run_dir import json_line
     from verl.tracking.console import printable
 
     as_text = not arguments.input and not arguments.out

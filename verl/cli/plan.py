@@ -93,8 +93,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl.config import load_config
     from verl.diagnostics.plan import Lengths, bytes_of, needed, processes, smaller
     from verl.diagnostics.plan_time import batch_words, calibrate, given, stages_of
+    from verl.json_lines import json_line
     from verl.models.facts import read_facts
-    from verl.run_dir import json_line
     from verl.tracking.runs import find_run
 
     source, overrides = settings(arguments.words)
@@ -200,7 +200,7 @@ def _print_simulated(setting: Any, workers: list[int], words: str, json: bool) -
     from rich.table import Table
 
     from verl.diagnostics.simulate import table
-    from verl.run_dir import json_line
+    from verl.json_lines import json_line
 
     found = table(setting, workers)
     if json:

@@ -38,7 +38,7 @@ def _replay(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from verl.config import load_config
-    from verl.run_dir import json_line
+    from verl.json_lines import json_line
     from verl.tracking.runs import find_run
     from verl.trainer.api import settle_process
 

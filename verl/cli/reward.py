@@ -91,8 +91,8 @@ def _test(arguments: argparse.Namespace) -> None:
 
 
 def _as_json(reports: Sequence[Report]) -> Any:
+    from verl.json_lines import json_value
     from verl.rewards.trial import disagreements
-    from verl.run_dir import json_value
 
     found: dict[str, Any] = {
         "reports": [report.as_json() | {"scores": [score.value for score in report.scores]} for report in reports]

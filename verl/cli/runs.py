@@ -84,7 +84,7 @@ def _watch(arguments: argparse.Namespace) -> None:
 
 def _profile(arguments: argparse.Namespace) -> None:
     from verl.diagnostics.profile import profile_run, words
-    from verl.run_dir import json_line
+    from verl.json_lines import json_line
     from verl.tracking.runs import find_run
 
     profile = profile_run(find_run(arguments.run))
@@ -122,7 +122,8 @@ def _report(arguments: argparse.Namespace) -> None:
 def _scale(arguments: argparse.Namespace) -> None:
     from verl.config import load_config
     from verl.errors import ConfigError, VerlError
-    from verl.run_dir import json_line, write_atomic
+    from verl.json_lines import json_line
+    from verl.run_dir import write_atomic
     from verl.tracking.runs import find_run
 
     run, wanted = find_run(arguments.run), arguments.rollout_workers
@@ -150,7 +151,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
     from rich.console import Console
 
-    from verl.run_dir import json_line
+    from verl.json_lines import json_line
     from verl.tracking.runs import overview, runs_under
 
     root = Path(arguments.root)
@@ -203,7 +204,7 @@ def _when(seconds: float | None) -> str:
 def _show(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from verl.run_dir import json_line
+    from verl.json_lines import json_line
     from verl.tracking.runs import describe, find_run
 
     run = describe(find_run(arguments.run))

@@ -13,7 +13,7 @@ from verl.config.load import LoadedConfig
 from verl.config.overrides import OPEN
 from verl.config.schema import Config
 from verl.config.text import one_line, visible
-from verl.run_dir import json_value
+from verl.json_lines import json_value
 
 _WIDEST = 56
 """Columns that a line may take before its origin; longer lines push their origin aside."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.rendering import RefusedByTemplateError, one_bos, render_messages, special_prefix
 from verl.data.rows import Messages
-from verl.run_dir import clean_text
+from verl.json_lines import clean_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,8 +18,8 @@ from verl.data.rendering import render
 from verl.data.rows import BadRow, PromptRow, find_columns, prompt_row
 from verl.data.tables import RawRow, RowTable, open_tables
 from verl.errors import RewardError
+from verl.json_lines import json_value
 from verl.rewards.rules import by_source
-from verl.run_dir import json_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

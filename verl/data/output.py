@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from verl.atomic import atomic_write, partial_name
 from verl.errors import DataError
-from verl.run_dir import json_line
+from verl.json_lines import json_line
 
 if TYPE_CHECKING:
     import pyarrow as pa

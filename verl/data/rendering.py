@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.rows import Messages, PromptRow
 from verl.errors import DataError
-from verl.run_dir import clean_text
+from verl.json_lines import clean_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from verl.diagnostics.evidence import MAX_LISTED, Evidence, Finding, few, steps_text
-from verl.run_dir import EventRecord, json_line
+from verl.json_lines import json_line
+from verl.run_dir import EventRecord
 from verl.tracking import names
 from verl.tracking.report_health import LIFE, words
 

@@ -11,7 +11,8 @@ from verl.diagnostics import checks_collapse, checks_data, checks_health, checks
 from verl.diagnostics.checks_machine import Machine
 from verl.diagnostics.evidence import SEVERITIES, Evidence, Finding
 from verl.errors import VerlError
-from verl.run_dir import EventRecord, RunDir, read_jsonl
+from verl.json_lines import read_jsonl
+from verl.run_dir import EventRecord, RunDir
 from verl.tracking.report_config import read_config
 from verl.tracking.samples import SampleRow, read_samples
 from verl.tracking.summary import read_metrics

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import VerlError
-from verl.run_dir import RunDir, json_line, write_atomic
+from verl.json_lines import json_line
+from verl.run_dir import RunDir, write_atomic
 from verl.tracking.timeline import Usage, read_timeline, trace, usage, usual
 
 SHOWN_OPERATORS = 5

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from verl.run_dir import clean_text
+from verl.json_lines import clean_text
 from verl.tracking import names
 from verl.tracking.samples import SampleRow, Split, spread
 

@@ -10,7 +10,8 @@ import yaml
 from verl.config import Config
 from verl.config.keys import defaults, leaves, using
 from verl.config.schema_supervised import schema_of
-from verl.run_dir import RunDir, json_value
+from verl.json_lines import json_value
+from verl.run_dir import RunDir
 
 
 def read_config(run_dir: RunDir) -> tuple[str, dict[str, Any] | None]:

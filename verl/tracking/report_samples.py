@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.run_dir import RunDir, json_line
+from verl.json_lines import json_line
+from verl.run_dir import RunDir
 from verl.tracking.report_curves import short
 from verl.tracking.samples import SampleRow, pick_groups, read_samples, spread
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl.run_dir import RunDir, json_line, parse_line, read_jsonl, write_atomic
+from verl.json_lines import json_line, parse_line, read_jsonl
+from verl.run_dir import RunDir, write_atomic
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

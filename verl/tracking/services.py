@@ -21,7 +21,8 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from verl.errors import ConfigError
-from verl.run_dir import RunDir, json_line, json_value, write_atomic
+from verl.json_lines import json_line, json_value
+from verl.run_dir import RunDir, write_atomic
 from verl.tracking.report_config import get, read_config
 from verl.tracking.samples import SampleRow, Split, spread
 

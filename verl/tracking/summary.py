@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.run_dir import RunDir, read_jsonl
+from verl.json_lines import read_jsonl
+from verl.run_dir import RunDir
 from verl.tracking import names
 
 

@@ -8,7 +8,8 @@ from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 from verl.cluster.profiling import joined
-from verl.run_dir import RunDir, read_jsonl
+from verl.json_lines import read_jsonl
+from verl.run_dir import RunDir
 
 Spans = Sequence[tuple[str, float, float]]
 

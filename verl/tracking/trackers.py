@@ -21,7 +21,8 @@ from rich.console import Console
 
 from verl.config.names import did_you_mean
 from verl.errors import ConfigError
-from verl.run_dir import RunDir, append_line, clean_text, json_line
+from verl.json_lines import append_line, clean_text, json_line
+from verl.run_dir import RunDir
 from verl.tracking import region
 from verl.tracking.console import ConsoleTracker
 from verl.tracking.live import LiveTracker, StageClock

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from verl.diagnostics import doctor
 from verl.diagnostics.evidence import Finding
-from verl.run_dir import EventRecord, RunDir, parse_line
+from verl.json_lines import parse_line
+from verl.run_dir import EventRecord, RunDir
 from verl.tracking import names, region, report_health
 from verl.tracking.console import ASCII_BLOCKS, BLOCKS, duration, figure, printable
 from verl.tracking.live import LABEL_WIDTH, ShownSample, best_and_worst, curve_lines, shares

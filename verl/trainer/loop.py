@@ -14,9 +14,10 @@ from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.dataset import PromptDataset
 from verl.diagnostics.alarms import Alarms
+from verl.json_lines import append_line, json_line
 from verl.models.memory import held_memory
 from verl.protocol import DataProto
-from verl.run_dir import RunDir, append_line, json_line
+from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.samples import SampleWriter, Split, rows_from_batch
 from verl.tracking.trackers import Tracker

@@ -14,9 +14,9 @@ from verl.config import Config
 from verl.data.rows import PromptRow
 from verl.data.sources import FileRows
 from verl.errors import DataError
+from verl.json_lines import read_jsonl
 from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
-from verl.run_dir import read_jsonl
 from verl.tracking.samples import SampleRow
 
 SCORED_AT_ONCE = 1024  # responses

@@ -25,9 +25,10 @@ from verl.data.examples import ExampleDataset
 from verl.data.loader import PromptLoader
 from verl.data.samplers import make_sampler
 from verl.errors import CheckpointError, ConfigError, ModelError, RewardError, VerlError, WorkerDiedError
+from verl.json_lines import json_line
 from verl.models.loading import load_config, load_tokenizer, require_classifier
 from verl.rewards.scorer import RuleScorer
-from verl.run_dir import RunDir, json_line, write_atomic
+from verl.run_dir import RunDir, write_atomic
 from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import TrackerContext, build_tracker, check_loggers
