@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 GRPO = "examples/tiny/grpo.yaml"
@@ -31,9 +34,12 @@ def _prepare_child() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _command(arguments: tuple[str, ...], mark: str) -> dict[str, Any]:
+CLI = ("-m", "verl.cli")
+
+
+def _command(arguments: tuple[str, ...], mark: str, program: tuple[str, ...] = CLI) -> dict[str, Any]:
     return {
-        "args": [sys.executable, "-m", "verl.cli", *arguments],
+        "args": [sys.executable, *program, *arguments],
         "cwd": ROOT,
         "env": {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: mark},
         "stdin": subprocess.DEVNULL,
@@ -53,11 +59,11 @@ class Done:
 class Command:
     """``verl ...`` in a session of its own, so that everything that it ever started can be found."""
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(self, *arguments: str, log: Path, program: tuple[str, ...] = CLI) -> None:
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         self._mark = uuid.uuid4().hex
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(**_command(arguments, self._mark), stdout=out, stderr=err)
+            self.process = subprocess.Popen(**_command(arguments, self._mark, program), stdout=out, stderr=err)
 
     @property
     def pid(self) -> int:
@@ -67,7 +73,7 @@ class Command:
         code = self.process.wait(seconds)
         return Done(code, self._out.read_text(), self._err.read_text())
 
-    def wait_until(self, condition: Any, seconds: float = 90.0) -> None:
+    def wait_until(self, condition: Any, seconds: float = 200.0) -> None:
         """Until ``condition()`` holds; the process must be alive till then."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -117,9 +123,22 @@ def living(session: int, mark: str) -> dict[int, str]:
     return found
 
 
+def listening(processes: Iterable[int]) -> dict[int, set[str]]:
+    """Addresses without their ports at which these processes listen, by ``ss``."""
+    if shutil.which("ss") is None:
+        pytest.skip("no ss here")
+    found: dict[int, set[str]] = {}
+    said = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    for line in said.splitlines():
+        address = line.split()[3].rpartition(":")[0].strip("[]")
+        for process in {int(number) for number in re.findall(r"pid=(\d+)", line)} & set(processes):
+            found.setdefault(process, set()).add(address)
+    return found
+
+
 @contextmanager
-def verl_started(*arguments: str, log: Path) -> Iterator[Command]:
-    command = Command(*arguments, log=log)
+def verl_started(*arguments: str, log: Path, program: tuple[str, ...] = CLI) -> Iterator[Command]:
+    command = Command(*arguments, log=log, program=program)
     try:
         yield command
     finally:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from verl_process import GRPO, Command, Done, metric_lines, reached, steps, train, verl, verl_started
+from verl_process import GRPO, Command, Done, listening, metric_lines, reached, steps, train, verl, verl_started
 
 from verl.checkpoint.store import CheckpointStore
 
@@ -56,6 +56,7 @@ def test_inline(tmp_path: Path) -> None:
     arguments = train(GRPO, folder, *ENDLESS)
     with verl_started(*arguments, log=tmp_path / "interrupt") as command:
         command.wait_until(reached(folder, 3))
+        assert listening(command.running()) == {}  # B160: in one process nothing listens
         second = verl(*arguments, log=tmp_path / "second")  # while the first one is alive
         assert second.code == 2 and "another run is writing this run folder" in second.err
         assert f"process {command.pid}" in second.err
@@ -76,7 +77,14 @@ def test_over_ray(tmp_path: Path) -> None:
     pools = ("cluster.pools.scores.threads=1", "cluster.placement.reward=scores")
     arguments = train(GRPO, folder, *ENDLESS, "cluster.backend=ray", *pools)
     with verl_started(*arguments, log=tmp_path / "interrupt") as command:
-        assert {"raylet", "gcs_server"} <= set(wait_for_ray(command, folder).values())
+        running = wait_for_ray(command, folder)
+        assert {"raylet", "gcs_server"} <= set(running.values())
+        # B160: whatever is not on loopback is Ray's, which listens on all interfaces and asks for the run's token
+        # (its workers, which are named ray::, write over where theirs could be read).
+        wide = [pid for pid, addresses in listening(running).items() if addresses - {"127.0.0.1", "::1"}]
+        for pid in (pid for pid in wide if pid != command.pid and not running[pid].startswith("ray::")):
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"RAY_AUTH_MODE=token" in environment and b"RAY_AUTH_TOKEN=" in environment, running[pid]
         done = stop(command, folder, signal.SIGINT, beyond=3, group=True)
     assert done.code == 130 and f"interrupted; {HINT}" in done.err
 

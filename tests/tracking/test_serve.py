@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import http.client
+import os
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from chromium import BINARY, Chromium
+from verl_process import listening
 
 from verl.cli import main
+from verl.cli.entry import build_parser
 from verl.errors import VerlError
 from verl.run_dir import RunDir
 from verl.tracking.serve import ReportServer, is_loopback
@@ -105,6 +109,21 @@ def test_other_addresses_ask_for_the_token_on_every_request(synthetic_run: RunDi
         assert "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
         status, page, _ = ask(server, "/", Cookie=headers["Set-Cookie"].partition(";")[0])
         assert status == 200 and "synthetic" in page and server.token not in page
+
+
+def test_b160_by_default_it_listens_on_loopback_alone(synthetic_run: RunDir) -> None:
+    assert build_parser().parse_args(["serve", str(synthetic_run.path)]).host == "127.0.0.1"
+    with serving([synthetic_run]) as server:
+        mine = listening([os.getpid()])[os.getpid()]
+        assert server.server_address[0] == "127.0.0.1" and mine <= {"127.0.0.1", "::1"}
+
+
+def test_b155_many_at_once_get_a_port_each(synthetic_run: RunDir) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        servers = list(threads.map(lambda _: ReportServer([synthetic_run], "127.0.0.1", 0), range(16)))
+    assert len({server.server_port for server in servers}) == 16
+    for server in servers:
+        server.server_close()
 
 
 def test_what_is_loopback() -> None:

@@ -122,6 +122,7 @@ def test_law_4_stopped_anywhere(
     call: int,
     after: bool,
 ) -> None:
+    """Also B146: the first step that is logged again is the one behind the checkpoint, and all counters go on."""
     folder = whole[kind]
     run = f"{name}-{call}-{after}"
     config = config_in(folder, tiny_model_dir, KINDS[kind], run)

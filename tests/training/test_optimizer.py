@@ -104,7 +104,7 @@ def test_b108_a_gradient_of_zero_changes_nothing() -> None:
     assert same(before, values(weights)) and same(moments, optimizer.state())
 
 
-def test_state_round_trip_and_another_models_state_is_refused() -> None:
+def test_b143_state_round_trip_and_another_models_state_is_refused() -> None:
     model, weights = pair()
     optimizer = optimizer_of(weights, lr=0.1)
     assert optimizer.state() == {}
@@ -119,7 +119,7 @@ def test_state_round_trip_and_another_models_state_is_refused() -> None:
     other.load_state(saved)
     for one, step in ((model, optimizer), (twin, other)):
         (one.weight.square().sum() + one.bias.sum()).backward()
-        step.step(0.05)
+        step.step(0.05)  # B143: the rate of this step, and no rate out of the saved state
     assert same(values(weights), values(twin_weights))  # moments and step counts went along: bias correction too
 
     for wrong in ({"exp_avg/other": torch.zeros(1)}, {"exp_avg/weight": torch.zeros(3)}):

@@ -15,6 +15,7 @@ from rank_pool import Member, Outcome, Pool, go_on, one_rank, started_pool
 from step_cases import Shape, distance, make_batch
 from test_split_law import MODES, WHOLE, actor_config, shapes
 from torch import Tensor
+from verl_process import listening
 
 from verl.algorithms.metric import reduce_metrics
 from verl.config import ActorConfig
@@ -128,6 +129,11 @@ def test_law_3_published_weights_give_the_bits_of_the_sharded_ones(
 ) -> None:
     folder = build_tiny(tmp_path, family=family)
     assert pools[2].each("copies_that_differ", folder, checkpointing) == [[0, 0, 0]] * 2
+
+
+def test_b160_ranks_listen_on_loopback_alone(pools: dict[int, Pool]) -> None:
+    ranks = pools[2].each("process")
+    assert listening(ranks) == {rank: {"127.0.0.1"} for rank in ranks}
 
 
 def test_ranks_that_differ_are_found(pools: dict[int, Pool]) -> None:
