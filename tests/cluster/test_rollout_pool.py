@@ -13,7 +13,7 @@ import pytest
 from verl_process import ROOT
 
 SCRIPT = """
-import json, os, signal, sys, threading, time
+import json, math, os, signal, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from verl.cluster import rollout_pool
 from verl.cluster.rollout_pool import RolloutPool
 from verl.cluster.weight_sync import Disk, SharedMemory, exported
 from verl.cluster.worker import Worker
+from verl.errors import ClusterError
 
 rollout_pool.ROOM_SECONDS = 1.0
 quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
@@ -140,6 +141,16 @@ pool.cancel([request.slot for request in behind])
 pool._dispatcher._seconds = 0.0
 answers = pool.generate(named("overdue", 6))
 found["overdue"] = sorted({result.finish_reason for result in answers}), count("lost")
+
+# Every worker fails with whatever it is given.
+pool._dispatcher._seconds = math.inf
+rollout_pool.MAX_LOSSES = 0
+(member,) = pool._members.values()
+ray.get(member.actor.__ray_call__.remote(lambda self: setattr(self, "_engine", None)))
+try:
+    pool.generate(named("hopeless", 2))
+except ClusterError as error:
+    found["hopeless"] = str(error)
 pool.close()
 found["events"] = events
 print("FOUND" + json.dumps(found, default=str))
@@ -165,7 +176,11 @@ def test_its_samples_are_the_trainers(found: dict[str, Any]) -> None:
     assert found["parity"] == [True, True] and found["calm"]
 
 
-def test_a_killed_and_a_hanging_worker_change_nothing(found: dict[str, Any]) -> None:
+def test_b096_workers_that_fail_one_after_the_other_end_the_run_with_the_cause(found: dict[str, Any]) -> None:
+    assert "rollout workers were lost" in found["hopeless"] and "AttributeError during advance" in found["hopeless"]
+
+
+def test_b096_a_killed_and_a_hanging_worker_change_nothing(found: dict[str, Any]) -> None:
     assert found["killed and hung"] and found["retried"] > 0
     died = [detail for kind, _, detail in found["events"] if kind == "died"]
     assert died[0] == "died during advance" and "no answer to advance" in died[1]

@@ -37,6 +37,16 @@ def serving(runs: list[RunDir], host: str = "127.0.0.1") -> Iterator[ReportServe
         thread.join()
 
 
+def test_b155_servers_that_start_at_once_have_ports_of_their_own(tmp_path: Path) -> None:
+    """Whoever binds a port keeps it. Nothing else here asks for one: ranks meet over files, Ray has its own."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    with ThreadPoolExecutor(16) as threads:
+        servers = list(threads.map(lambda _: ReportServer([RunDir(tmp_path)], "127.0.0.1", 0), range(16)))
+    assert len({server.server_port for server in servers}) == 16
+    for server in servers:
+        server.server_close()
+
+
 def ask(server: ReportServer, path: str, **headers: str) -> tuple[int, str, http.client.HTTPMessage]:
     """Without following a redirect."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)

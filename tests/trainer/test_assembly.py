@@ -97,6 +97,35 @@ def test_b005_b006_masks_are_of_the_engines_lengths_whatever_the_ids(sampler: Sa
     assert [row[: len(ids)] for row, ids in zip(batch.batch["responses"].tolist(), kept, strict=True)] == kept
 
 
+class Merging:
+    """A tokenizer that would write what was sampled as [1, 2] with one token, and 0 as nothing."""
+
+    pad_token_id = 9
+
+    def __call__(self, text: str) -> list[int]:
+        return [3] if text == "ab" else [" ab".index(c) for c in text]
+
+    encode = __call__
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        special = "" if skip_special_tokens else "<s>"
+        return "".join({0: special, 1: "a", 2: "b", 3: "ab"}[i] for i in ids)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [1, 0, 2]])
+def test_b093_b094_what_is_trained_are_the_tokens_that_were_sampled(sampler: Sampler, ids: list[int]) -> None:
+    """However its text would be tokenized again, and with the special tokens that the text lacks."""
+    sampler = replace(sampler, tokenizer=Merging(), plan=SamplingPlan(n=1, temperature=1.0, top_p=1.0, top_k=-1))  # type: ignore[arg-type]
+    drawn = prompts("a")
+    (request,) = sampler.requests(drawn)
+    sampled = replace(result(request, "x" * len(ids)), response_ids=np.array(ids, np.int32))
+    batch, count = sampler.assemble(drawn, [sampled]), len(ids)
+    assert batch.non_tensor_batch["response_text"].tolist() == ["ab"]
+    assert batch.batch["responses"][0].tolist() == ids + [9] * (WIDTH_BUCKET - count)
+    assert batch.batch["response_mask"][0].tolist() == [True] * count + [False] * (WIDTH_BUCKET - count)
+    assert batch.batch["rollout_log_probs"][0, :count].tolist() == [-1.0, -2.0, -3.0][:count]
+
+
 def test_the_text_for_the_reward_ends_before_the_stop_string(sampler: Sampler) -> None:
     drawn = prompts("a")
     requests = sampler.requests(drawn)
