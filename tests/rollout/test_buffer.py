@@ -43,6 +43,25 @@ def test_without_staleness_the_batches_are_those_of_a_synchronous_run() -> None:
     assert buffer.done and buffer.budget(3) == 0
 
 
+def test_a_step_may_want_further_groups_in_place_of_some_that_it_does_not_train() -> None:
+    buffer = GroupBuffer(4, 1, steps=2)
+    ask(buffer, range(8))
+    for draw in range(4):
+        answer(buffer, draw, 0)
+    assert len(buffer.take(0).groups) == 4 and buffer.budget(0) == 0
+    assert buffer.take(0, 3).groups == [] and buffer.budget(0) == 3
+    ask(buffer, range(8, 11))
+    assert buffer.budget(0) == 0
+    for draw in (8, 5, 10):
+        answer(buffer, draw, 0)
+    assert [group.uid for group in buffer.take(0, 3).groups] == uids([5, 8, 10])
+    assert buffer.budget(0) == buffer.budget(1) == 0  # four are under way for the last step
+    for draw in (4, 6, 7, 9):
+        answer(buffer, draw, 0)
+    assert len(buffer.take(1).groups) == 4 and buffer.done
+    assert buffer.take(1, 1).groups == [] and buffer.budget(1) == 1  # the last step gets its further ones too
+
+
 def test_with_staleness_the_rollout_is_ahead_by_as_many_batches_and_not_past_the_end() -> None:
     buffer = GroupBuffer(4, 2, steps=5)
     assert buffer.budget(0) == 12

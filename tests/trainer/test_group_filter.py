@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,11 @@ from verl_process import assert_same_run, metric_lines
 from verl.config import Config
 from verl.errors import VerlError
 from verl.protocol import DataProto
-from verl.trainer import group_filter, loop
+from verl.run_dir import RunDir
+from verl.trainer import loop
 from verl.trainer.group_filter import filtered_rollout, rows_with_spread
 from verl.trainer.run import train
 from verl.trainer.sampling import join
-from verl.trainer.timer import StepTimer
 
 PAD = 258
 
@@ -42,26 +43,23 @@ def generated(scores: list[float | None], number: int, width: int = 4, **extras:
     return DataProto.from_dict(batch.tensors, columns, {"metrics": counts})
 
 
-def run_filter(
-    monkeypatch: pytest.MonkeyPatch, batches: list[DataProto], wanted: int, limit: int = 0, metric: str = "score"
-) -> DataProto:
+def run_filter(batches: list[DataProto], wanted: int, limit: int = 0, metric: str = "score") -> DataProto:
     waiting = iter(batches)
-    monkeypatch.setattr(group_filter, "rollout", lambda prompts, *_: prompts)
     sampler: Any = SimpleNamespace(plan=SimpleNamespace(n=2), tokenizer=SimpleNamespace(pad_token_id=PAD))
     settings = SimpleNamespace(metric=metric, max_num_gen_batches=limit)
     config: Any = SimpleNamespace(
         algorithm=SimpleNamespace(filter_groups=settings), data=SimpleNamespace(train_batch_size=wanted)
     )
-    return filtered_rollout(lambda: next(waiting), None, sampler, config, StepTimer())  # type: ignore[arg-type]
+    return filtered_rollout(lambda _: next(waiting), sampler, config)
 
 
-def test_groups_without_spread_are_refilled_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_without_spread_are_refilled_and_counted() -> None:
     batches = [
         generated([1.0, 1.0, 1.0, 0.0], 0),
         generated([0.0, 0.0, None, 1.0], 1),  # a lone survivor has nothing to differ from
         generated([0.5, 0.0, 0.0, 0.25], 2),
     ]
-    batch = run_filter(monkeypatch, batches, wanted=2)
+    batch = run_filter(batches, wanted=2)
     assert batch.non_tensor_batch["uid"].tolist() == ["train:0:tiny:1"] * 2 + ["train:2:tiny:0"] * 2
     assert batch.meta_info["metrics"] == {
         "reward/scored": 11,
@@ -75,18 +73,18 @@ def test_groups_without_spread_are_refilled_and_counted(monkeypatch: pytest.Monk
     }
 
 
-def test_b107_a_clear_stop_with_counts_when_nothing_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b107_a_clear_stop_with_counts_when_nothing_fills() -> None:
     flat = [generated([1.0] * 4, number) for number in range(4)]
     with pytest.raises(VerlError, match="after 3 batches of prompts") as caught:
-        run_filter(monkeypatch, flat, wanted=2, limit=3)
+        run_filter(flat, wanted=2, limit=3)
     assert caught.value.value == "6 groups drawn, 6 without spread, 0 of 2 found"
     with pytest.raises(StopIteration):  # limit 0: on and on, here until there are no more prompts
-        run_filter(monkeypatch, flat, wanted=2)
+        run_filter(flat, wanted=2)
     mixed = [generated([1.0, 0.0, 1.0, 1.0], 0), generated([1.0] * 4, 1)]
     with pytest.raises(VerlError, match="after 2 batches") as caught:
-        run_filter(monkeypatch, mixed, wanted=2, limit=2)
+        run_filter(mixed, wanted=2, limit=2)
     assert caught.value.value == "4 groups drawn, 3 without spread, 1 of 2 found"
-    assert len(run_filter(monkeypatch, [mixed[0].select(deepcopy=True)], wanted=1, limit=1)) == 2
+    assert len(run_filter([mixed[0].select(deepcopy=True)], wanted=1, limit=1)) == 2
 
 
 def test_another_metric_decides() -> None:
@@ -180,6 +178,24 @@ def test_law_4_and_5_a_filtered_run_is_whole_and_resumes(
             go(filtered_config(tmp_path, tiny_model_dir, "killed", SOME))
     go(filtered_config(tmp_path, tiny_model_dir, "killed", SOME))
     assert_same_run(tmp_path / "whole", tmp_path / "killed", 4)
+
+
+def test_an_async_run_gets_further_groups_in_place_of_those_that_are_dropped(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Half of the prompts are always dropped; none that is kept is too old, and each is trained once."""
+    config = filtered_config(tmp_path, tiny_model_dir, "run", SOME)
+    update = {"mode": "async", "max_staleness": 1}
+    go(config.model_copy(update={"trainer": config.trainer.model_copy(update=update)}))
+    lines = [line for line in metric_lines(tmp_path / "run") if line["step"] > 0]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert {(line["filter_groups/kept"], line["filter_groups/surplus"]) for line in lines} == {(4, 0)}
+    assert sum(line["filter_groups/flat"] for line in lines) >= 16
+    assert max(line["training/staleness/max"] for line in lines) == 1
+    files = sorted(RunDir(tmp_path / "run").samples_dir.iterdir())
+    rows = [json.loads(row) for file in files for row in file.read_text().splitlines()]
+    trained = [row["uid"] for row in rows if row["uid"].startswith("train")]
+    assert len(trained) == 3 * len(set(trained)) == 48
 
 
 def test_b107_a_run_in_which_nothing_differs_stops(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -190,12 +190,14 @@ def _schedule(config: Config) -> Iterator[Problem]:
         )
     if trainer.mode != "async":
         return
-    for key, on, why in (
-        ("data.drop_last=false", not config.data.drop_last, "batches must all have the same number of prompts"),
-        ("algorithm.filter_groups.enable=true", config.algorithm.filter_groups.enable, "it samples batch by batch"),
-    ):
-        if on:
-            yield Problem(f"{key} does not go with trainer.mode=async: {why}", None, "use trainer.mode=one_step_off")
+    if not config.data.drop_last:
+        what = "data.drop_last=false does not go with trainer.mode=async: batches must all have as many prompts"
+        yield Problem(what, None, "use trainer.mode=one_step_off")
+    if config.algorithm.filter_groups.enable and trainer.max_staleness == 0:
+        what = (
+            "algorithm.filter_groups does not go with trainer.max_staleness=0, which samples whole batches as sync does"
+        )
+        yield Problem(what, None, "use trainer.mode=sync, or allow staleness")
 
 
 def _streamed(config: Config) -> Iterator[Problem]:

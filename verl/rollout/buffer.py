@@ -120,6 +120,7 @@ class GroupBuffer:
         self.metrics: dict[str, float] = {}
         self._prompts, self._max_staleness, self._steps, self._unit = prompts, max_staleness, steps, unit
         self._step = 0  # whose batch is taken next
+        self._further = 0  # prompts that the step before it wants beside its batch
         self._groups: dict[str, Group] = {}  # in flight and complete ones, in the order of the draws
         self._counts: Counter[str] = Counter()
 
@@ -135,7 +136,7 @@ class GroupBuffer:
     def budget(self, version: int) -> int:
         """New prompts that may be submitted when this version is published, so that their turn comes in time."""
         steps = min(version + self._max_staleness + 1, self._steps) - self._step
-        return 0 if self.exhausted else max(steps * self._prompts - len(self._groups), 0)
+        return 0 if self.exhausted else max(steps * self._prompts + self._further - len(self._groups), 0)
 
     def submit(self, slots: Iterable[Slot]) -> None:
         """These are asked for now: new prompts in the order of the draws, or prompts that are to be submitted again."""
@@ -156,16 +157,21 @@ class GroupBuffer:
             del self._groups[group.uid]
             self._counts["training/lost_groups"] += 1
 
-    def take(self, version: int) -> Taken:
-        """The batch of step ``version``: of the complete groups those drawn first."""
-        taken = Taken()
+    def take(self, version: int, prompts: int | None = None) -> Taken:
+        """The batch of step ``version``: of the complete groups those drawn first.
+
+        Args:
+            prompts: how many, where the step wants further ones in place of some that it does not train; None: a batch.
+        """
+        taken, wanted = Taken(), prompts or self._prompts
+        self._further = wanted if self._step > version else 0
         for group in [group for group in self._groups.values() if self._stale(group, version)]:
             self._drop(group, taken)
         ready = [group for group in self._groups.values() if group.complete]
         short = self.exhausted and len(ready) == len(self._groups)
-        if len(ready) < self._prompts and not short:
+        if len(ready) < wanted and not short:
             return taken
-        taken.groups = ready[: self._prompts]
+        taken.groups, self._further = ready[:wanted], 0
         for group in taken.groups:
             del self._groups[group.uid]
         if taken.groups:

@@ -9,48 +9,35 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantage_inputs import group_index, group_statistics, outcome_scores
-from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.errors import VerlError
 from verl.protocol import DataProto
 from verl.trainer.advantages import reward_values
 from verl.trainer.sampling import Sampler, join
-from verl.trainer.stages import rollout
-from verl.trainer.timer import StepTimer
 
 
-def filtered_rollout(
-    draw: Callable[[], DataProto],
-    roles: Roles,
-    sampler: Sampler,
-    config: Config,
-    timer: StepTimer,
-    learn: Callable[[DataProto], None] | None = None,
-) -> DataProto:
+def filtered_rollout(sample: Callable[[int], DataProto], sampler: Sampler, config: Config) -> DataProto:
     """A scored batch of ``data.train_batch_size`` groups with spread (Yu et al. 2025, arXiv:2503.14476, section 3.2).
 
     A group is kept when ``algorithm.filter_groups.metric`` differs among its responses that were scored, by more than
-    rounding. Batches of prompts are drawn until there are enough; groups beyond that are dropped too. Everything that
+    rounding. Batches of prompts are sampled until there are enough; groups beyond that are dropped too. Everything that
     was sampled is counted: the scorer's counts are those of all batches, and ``filter_groups/*`` says what became of
     the groups (drawn = kept + flat + surplus) and what the mean score was before any were dropped.
 
     Args:
-        draw: the next prompts.
-        learn: told of every scored batch before any group of it is dropped.
+        sample: a scored batch of further prompts; it is told how many groups are still wanted.
 
     Raises:
-        VerlError: not enough groups after ``max_num_gen_batches`` batches.
+        VerlError: not enough groups after as many as ``max_num_gen_batches`` batches have.
     """
     settings, wanted, n = config.algorithm.filter_groups, config.data.train_batch_size, sampler.plan.n
     kept: list[DataProto] = []
     counts: Counter[str] = Counter()
     seen: list[Tensor] = []  # all scores
     while counts["kept"] < wanted:
-        if settings.max_num_gen_batches and counts["gen_batches"] == settings.max_num_gen_batches:
+        if settings.max_num_gen_batches and counts["drawn"] >= settings.max_num_gen_batches * wanted:
             raise _not_filled(counts, wanted, settings.metric)
-        batch = rollout(draw(), roles, sampler, timer)
-        if learn is not None:
-            learn(batch)
+        batch = sample(wanted - counts["kept"])
         scores = outcome_scores(batch.tensors["token_level_scores"], batch.tensors["response_mask"])
         seen.append(scores[batch.tensors["scored"]])
         keep = rows_with_spread(batch, settings.metric)
@@ -75,7 +62,7 @@ def rows_with_spread(batch: DataProto, metric: str) -> Tensor:
 
 
 def _not_filled(counts: Counter[str], wanted: int, metric: str) -> VerlError:
-    batches = counts["gen_batches"]
+    batches = counts["drawn"] // wanted
     return VerlError(
         f"algorithm.filter_groups: after {batches} batch{'es' if batches > 1 else ''} of prompts "
         f"(algorithm.filter_groups.max_num_gen_batches) there are not enough groups whose {metric} differs",

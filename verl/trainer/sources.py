@@ -66,12 +66,19 @@ class Feed:
 
     def sample(self, sampler: Sampler, timer: StepTimer, heard: Callable[[DataProto], None]) -> DataProto:
         """A scored batch of the next prompts; ``heard`` gets every batch that was sampled for it."""
-        draw = self.state.loader.next_batch
+
+        def scored_batch(_: int) -> DataProto:
+            batch = rollout(self.state.loader.next_batch(), self.roles, sampler, timer)
+            heard(batch)
+            return batch
+
+        return self.filtered(scored_batch)
+
+    def filtered(self, sample: Callable[[int], DataProto]) -> DataProto:
+        """What ``sample`` gives, told how many groups are wanted; where ``filter_groups`` is on, of several times."""
         if self.config.algorithm.filter_groups.enable:
-            return filtered_rollout(draw, self.roles, sampler, self.config, timer, heard)
-        batch = rollout(draw(), self.roles, sampler, timer)
-        heard(batch)
-        return batch
+            return filtered_rollout(sample, self.sampler, self.config)
+        return sample(self.config.data.train_batch_size)
 
 
 class Now:

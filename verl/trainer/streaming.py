@@ -15,9 +15,10 @@ from verl.trainer.stages import scored
 class Stream:
     """Keeps prompts submitted up to the budget that ``max_staleness`` leaves, and takes batches of complete groups.
 
-    A step waits until there are ``data.train_batch_size`` complete groups none of which is too old; meanwhile, and
-    while the step trains, the rollout workers go on. Prompts are known by their uids, which is all that a checkpoint
-    keeps of them: what is under way or waiting then is sampled again after a resume, by the weights of then.
+    A step waits until there are ``data.train_batch_size`` complete groups none of which is too old, and for others in
+    place of those that ``algorithm.filter_groups`` drops; meanwhile, and while the step trains, the rollout workers go
+    on. Prompts are known by their uids, which is all that a checkpoint keeps of them: what is under way or waiting then
+    is sampled again after a resume, by the weights of then.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -29,11 +30,14 @@ class Stream:
         )
 
     def parts(self) -> list[DataProto]:
+        return [self._feed.filtered(self._sample)]
+
+    def _sample(self, wanted: int) -> DataProto:
         feed, version = self._feed, self._feed.state.step
         with feed.timer("wait_rollout"):
             again, self._asked_before = self._asked_before, []
             self._submit(again)
-            while not (groups := self._take(version)):
+            while not (groups := self._take(version, wanted)):
                 for result in feed.roles.rollout.finished():
                     lost = result.finish_reason == "lost"
                     self._buffer.add(Lost(result.slot, "") if lost else result)
@@ -41,10 +45,10 @@ class Stream:
         counts = {name: count for name, count in self._buffer.metrics.items() if not name.endswith(("/mean", "/max"))}
         batch.meta_info["metrics"] = batch.meta_info.get("metrics", {}) | counts
         feed.state.learn(batch)
-        return [batch]
+        return batch
 
-    def _take(self, version: int) -> list[Group]:
-        taken = self._buffer.take(version)
+    def _take(self, version: int, wanted: int) -> list[Group]:
+        taken = self._buffer.take(version, wanted)
         stale = [*taken.again, *taken.dropped]
         if stale:
             self._feed.roles.rollout.cancel([Slot(uid, index) for uid in stale for index in self._feed.sampler.indices])
