@@ -27,6 +27,7 @@ from verl.models.loading import resolve_model
 LISTENER_SECONDS = 10.0
 REAPER_SECONDS = 5.0
 OBJECT_STORE_BYTES = 2 * 2**30
+_warned: set[str | None] = set()  # addresses of clusters that ask for no token
 
 
 @contextmanager
@@ -45,9 +46,11 @@ def ray_running(config: Config, plan: Plan, report: Callable[[str], None]) -> It
             reaper = _start_reaper()
         with _own_sigterm():
             dashboard = _start_ray(config, plan.cpus(), _object_store(config, plan))
-        if config.cluster.address is not None and _answers_anybody(ray.get_runtime_context().gcs_address):
+        address = config.cluster.address
+        if address not in (None, *_warned) and _answers_anybody(ray.get_runtime_context().gcs_address):
+            _warned.add(address)  # a run that restarts joins it again
             report(
-                f"warning: the Ray cluster at {config.cluster.address} asks for no token: whoever reaches it can run "
+                f"warning: the Ray cluster at {address} asks for no token: whoever reaches it can run "
                 "code in this run and read its data; start it with RAY_AUTH_MODE=token and a token of yours"
             )
         if config.cluster.dashboard:
@@ -128,6 +131,8 @@ def _start_ray(config: Config, cpus: int, object_store: int) -> str:
         options["object_store_memory"] = object_store
         if config.cluster.dashboard:
             _require_dashboard()
+        else:  # only the dashboard shows Ray's history of calls, which fills its server's memory, 3.5 KiB a call
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     else:
         _require_listener(address)
     try:
