@@ -105,7 +105,7 @@ def test_a_run_whose_workers_come_go_and_die_is_the_undisturbed_one(tmp_path: Pa
         command.wait_until(happened(joined=3))
         with Killer(command, seed=1) as killer:
             command.wait_until(lambda: len(killer.did) == len(DEEDS))
-            command.wait_until(happened(died=3, joined=6))
+            command.wait_until(happened(died=3, started=6, joined=4))
         scale(1)
         command.wait_until(happened(left=2))
         command.wait_until(reached(run, steps(run)[-1] + 1))
