@@ -56,14 +56,16 @@ def test_what_it_writes_trains_as_it_stands(tiny_model_dir: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "my_reward.py: the beginning of a reward function" in said
     assert "verl train my.yaml trainer.total_training_steps=2" in said
+    assert "note: prompts that are plain text go to the model without its chat template" in said
     text = Path("my.yaml").read_text()
     assert re.search(r"train_batch_size: 16 +# prompts a step; x 8 = 128 responses", text)
     assert re.search(r"max_prompt_length: 16 +# prompt tokens: median 11, 90% 11, 99% 11, longest 11", text)
     assert 'prompt_key: "question"' in text and "20 rows" in text
     loaded = load_config("my.yaml", ["trainer.total_training_steps=2", "cluster.backend=inline", "cluster.threads=1"])
     assert loaded.notices == []
-    result = Trainer(loaded, display="quiet").fit()
+    result = Trainer(loaded, display="plain").fit()
     assert result.summary.trained_steps == 2 and all(line["reward/scored"] == 128 for line in result.metrics)
+    assert "20 prompts of plain text, without the model's chat template; 2 steps" in capsys.readouterr().out
     assert result.checkpoint is not None and result.folder == Path("runs/my")
 
 

@@ -102,6 +102,15 @@ def test_a_reward_that_ignores_the_truth_is_told(files, capsys):
     assert "no row has another truth" in capsys.readouterr().out
 
 
+def test_numbers_as_truths_that_no_text_equals_are_told(files, capsys):
+    (files / "equal.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth): return solution_str == ground_truth"
+    )
+    (files / "int.jsonl").write_text("".join(json.dumps({"prompt": "?", "answer": i}) + "\n" for i in (2, 4)))
+    warning = as_json(capsys, "equal.py", "--data", "int.jsonl")["reports"][0]["other_truth"]["warning"]
+    assert "ground truths are int" in warning and "str(ground_truth)" in warning
+
+
 def test_functions_of_columns_get_another_rows(files, capsys):
     body = (
         "def reward(completions, answer, **columns):\n    return [float(a in c) for a, c in zip(answer, completions)]\n"

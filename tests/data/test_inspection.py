@@ -85,12 +85,20 @@ ODD = {
 def test_suspicious_rows(write, row_of, make_tokenizer, name):
     (prompt, truth), expected = ODD[name]
     path = write("a.jsonl", [row_of("fine"), row_of(prompt, truth)])
-    found = inspect_files(str(path), make_tokenizer() if "special" in name else None).suspicious
+    found = inspect_files(str(path), make_tokenizer(template=None) if "special" in name else None).suspicious
     if expected is None:
         assert found == {}
     else:
         ((reason, count),) = found.items()
         assert expected in reason and (count.rows, count.places) == (1, [f"{path}, line 2"])
+
+
+def test_text_for_a_chat_model_looks_odd(write, row_of, make_tokenizer):
+    path = write("a.jsonl", [row_of(user("a")), row_of("a b")])
+    ((reason, count),) = inspect_files(str(path), make_tokenizer()).suspicious.items()
+    assert "verl data convert" in reason and count.places == [f"{path}, line 2"]
+    path = write("b.jsonl", [row_of("a b")])
+    assert inspect_files(str(path), make_tokenizer(template=None)).suspicious == {}
 
 
 def test_rows_that_cannot_be_used_are_told_by_kind(write, row_of):

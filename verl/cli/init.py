@@ -75,6 +75,7 @@ def add(commands: Commands) -> None:
 def _init(arguments: argparse.Namespace) -> None:
     from verl.config import load_config
     from verl.config.overlays import read_preset
+    from verl.data.rendering import UNTEMPLATED, untemplated
     from verl.models.loading import load_tokenizer
     from verl.run_dir import write_atomic
 
@@ -82,7 +83,8 @@ def _init(arguments: argparse.Namespace) -> None:
     preset = read_preset(arguments.preset)
     _refuse_to_overwrite(out, arguments.force)
     model = read_facts(arguments.model)
-    data = read_data(arguments, load_tokenizer(arguments.model))
+    tokenizer = load_tokenizer(arguments.model)
+    data = read_data(arguments, tokenizer)
     reward, template = choose_reward(arguments, data, out)
     entries = choose_settings(arguments, model, this_machine(), data, preset) | reward
     # The check of verl train, before anything is written.
@@ -90,6 +92,8 @@ def _init(arguments: argparse.Namespace) -> None:
     if template is not None:
         write_atomic(*template)
         print(f"{template[0]}: the beginning of a reward function, as no built-in rule fits the data; make it yours")
+    if untemplated(data.looked_at, tokenizer):
+        print(f"note: {UNTEMPLATED}")
     write_atomic(out, render(entries, f"{arguments.preset} for {arguments.model}, written by verl init"))
     print(f"{out}: read its comments, then try it with\n  verl train {out} trainer.total_training_steps=2")
 

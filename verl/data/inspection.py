@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.files import expand_files
-from verl.data.rendering import render
+from verl.data.rendering import render, untemplated
 from verl.data.rows import BadRow, PromptRow, find_columns, prompt_row
 from verl.data.tables import RawRow, RowTable, open_tables
 from verl.errors import RewardError
@@ -234,6 +234,8 @@ class _Inspector:
         if size > ENORMOUS_BYTES:
             found.append("the prompt is larger than 1 MiB")
         if self.tokenizer is not None:
+            if untemplated([row], self.tokenizer):
+                found.append("plain text, though the model has a chat template (verl data convert makes chat messages)")
             inside = [token for token in self.tokenizer.all_special_tokens if len(token) > 2 and token in text]
             found += [f"the model's special token {token} stands in the text" for token in inside]
         return found

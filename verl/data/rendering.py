@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+UNTEMPLATED = (
+    "prompts that are plain text go to the model without its chat template; verl data convert makes messages of them"
+)
+
+
+def untemplated(rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether there are prompts that miss a chat template that the tokenizer has; ``UNTEMPLATED`` says so."""
+    return bool(tokenizer.chat_template) and any(isinstance(row.prompt, str) for row in rows)
+
+
 def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that the tokenizer puts before any text of its own accord (usually one BOS, or none)."""
     plain = tokenizer.encode("a", add_special_tokens=False)

@@ -97,6 +97,10 @@ class Report:
         if any(own != best for own, _ in self.others):
             return "the reward does not look at the ground truth: right for a rule of form, wrong for one of answers"
         if self.tried[0].kind == "own truth" and best == 0:
+            truth = self.tried[0].row.ground_truth
+            if isinstance(truth, int | float):
+                kind = type(truth).__name__
+                return f"ground truths are {kind}, and a text never equals one: does the reward use str(ground_truth)?"
             return RESPONSES_NEED
         return f"all scores are {best:.4g}, whatever the ground truth: it is ignored, or no response is right"
 

@@ -23,6 +23,7 @@ from verl.config.names import nearest_path
 from verl.data.dataset import PromptDataset
 from verl.data.examples import ExampleDataset
 from verl.data.loader import PromptLoader
+from verl.data.rendering import untemplated
 from verl.data.samplers import make_sampler
 from verl.errors import CheckpointError, ConfigError, ModelError, RewardError, VerlError, WorkerDiedError
 from verl.json_lines import json_line
@@ -398,9 +399,10 @@ def _describe(console: Console, config: Config, inputs: Inputs, total_steps: int
     dropped = f", {training.dropped} too long and left out" if training.dropped else ""
     if training.skipped:
         dropped += f", {len(training.skipped)} that cannot be used and are listed in skipped.jsonl"
+    plain = " of plain text, without the model's chat template" * untemplated(training.exemplars, inputs.tokenizer)
     held_out = f", {len(inputs.validation)} held-out" if inputs.validation is not None else ""
     console.print(
-        f"{config.algorithm.estimator} on {config.model.path}: {len(training)} prompts{dropped}{held_out}; "
+        f"{config.algorithm.estimator} on {config.model.path}: {len(training)} prompts{plain}{dropped}{held_out}; "
         f"{total_steps} step{'s'[: total_steps > 1]} of {config.data.train_batch_size} prompts x {config.rollout.n} = "
         f"{rows} responses; "
         f"run folder {config.run_dir}",
