@@ -66,17 +66,23 @@ def test_b145_disk_full(warm: WarmVerl, tmp_path: Path, small_disk: Path, saved:
 
 
 def test_secrets_stay_in_the_environment_and_own_code_is_noted(warm: WarmVerl, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = warm(*train(GRPO, run, *SHORT, "trainer.total_training_steps=1"), log=tmp_path / "log")
-    assert done.code == 0, done.err
+    run, reward = tmp_path / "run", tmp_path / "reward.py"
+    reward.write_bytes((ROOT / "examples/tiny/reward.py").read_bytes())
+    words = train(GRPO, run, *SHORT, f"reward.custom_reward_function.path={reward}", "trainer.save_freq=1")
+    done = warm(*words, "trainer.total_training_steps=1", log=tmp_path / "log")
+    assert done.code == 0 and "has changed" not in done.out, done.err
     left = [path for path in run.rglob("*") if path.is_file()]
     assert len(left) > 5
     for text in (done.out.encode(), done.err.encode(), *(path.read_bytes() for path in left)):
         assert b"geheim-" not in text
+    digests = [hashlib.sha256(reward.read_bytes()).hexdigest()]
+    reward.write_text(reward.read_text() + "\n")
+    digests.append(hashlib.sha256(reward.read_bytes()).hexdigest())
+    done = warm(*words, "trainer.total_training_steps=2", log=tmp_path / "log")
+    assert done.code == 0 and f"note: {reward} has changed since this run last started" in done.out, done.err
     events = [json.loads(line) for line in (run / "events.log").read_text().splitlines()]
-    reward = ROOT / "examples/tiny/reward.py"
-    noted = {event["subject"]: event["detail"] for event in events if event["kind"] == "user_code"}
-    assert noted == {str(reward): f"sha256 {hashlib.sha256(reward.read_bytes()).hexdigest()}"}
+    noted = [(event["step"], event["subject"], event["detail"]) for event in events if event["kind"] == "user_code"]
+    assert noted == [(step, str(reward), f"sha256 {digest}") for step, digest in enumerate(digests)]
 
 
 def leftovers() -> set[str]:

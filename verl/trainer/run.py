@@ -199,7 +199,7 @@ def _attempt(
         return
     state = TrainerState.fresh(config, inputs.loader)
     write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
-    _note_user_code(run_dir, state.step)
+    _note_user_code(run_dir, checkpoint.step if checkpoint else 0, console)
     if not restarts:
         _describe(console, config, inputs, total_steps)
     timer = StepTimer()
@@ -245,8 +245,11 @@ def _attempt(
     write_report(run_dir)
 
 
-def _note_user_code(run_dir: RunDir, step: int) -> None:
+def _note_user_code(run_dir: RunDir, step: int, console: Console) -> None:
+    before = {event.subject: event.detail for event in run_dir.read_events() if event.kind == "user_code"}
     for file, digest in user_code.LOADED.items():
+        if before.get(file, f"sha256 {digest}") != f"sha256 {digest}":
+            console.print(f"note: {file} has changed since this run last started", soft_wrap=True, markup=False)
         run_dir.log_event("user_code", file, f"sha256 {digest}", step)
     user_code.LOADED.clear()  # a later run of this process may have others
 
