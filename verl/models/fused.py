@@ -76,7 +76,8 @@ def gated_mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, rule: RowRule) -> 
     """silu(gate(x)) * up(x) through ``down``, linear layers under a row rule (Shazeer, 2020: SwiGLU)."""
     if torch.is_grad_enabled():
         return _GatedMlp.apply(x, *gate, *up, *down, rule)  # type: ignore[no-any-return]
-    return linear_rows(F.silu(linear_rows(x, *gate, rule)) * linear_rows(x, *up, rule), *down, rule)
+    active = F.silu(linear_rows(x, *gate, rule), inplace=True)
+    return linear_rows(active.mul_(linear_rows(x, *up, rule)), *down, rule)
 
 
 class _GatedMlp(torch.autograd.Function):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from verl.models.attention import AttentionRule, block_attention, mask_bias
+from verl.models.attention import AttentionContext, AttentionRule, block_attention, mask_bias
 
 QUERY_BUCKET = 8
 KEY_BUCKET = 32
@@ -184,6 +184,14 @@ class PackedContext:
                 biases.append(mask_bias(keep, dtype))
             self._biases[window] = biases
         return self._biases[window]
+
+
+def decoder_states(decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+    """Last hidden states (T, H) of packed tokens (T,)."""
+    out = decoder(
+        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, attention_context=context
+    )
+    return out.last_hidden_state[0]
 
 
 def _bucket(packed: PackedBatch) -> tuple[list[_Bucket], Tensor]:

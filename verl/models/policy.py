@@ -14,7 +14,8 @@ from verl.models.attention import AttentionContext
 from verl.models.full_kl import full_kl
 from verl.models.fused import install
 from verl.models.log_probs import logit_rule, project, project_rows, response_log_probs, temper
-from verl.models.packed import PackedBatch, PackedContext
+from verl.models.packed import PackedBatch, PackedContext, decoder_states
+from verl.models.plain import PlainDecoder, plain_decoder
 from verl.models.rows import RowRule, apply_row_rule, choose_row_rule
 from verl.models.support import check_support
 
@@ -55,6 +56,10 @@ class PolicyModel(nn.Module):
         assert self.key_shape
         return follow_row_rule(self.model)
 
+    @cached_property
+    def _plain(self) -> PlainDecoder | None:
+        return plain_decoder(self.model.base_model, self.rows)
+
     def forward(
         self, packed: PackedBatch, temperature: float, reference: PolicyModel | None = None
     ) -> tuple[Tensor, ...]:
@@ -83,6 +88,8 @@ class PolicyModel(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states (T, H) of packed tokens (T,), T of :meth:`RowRule.padded`."""
+        if not torch.is_grad_enabled() and self._plain is not None and self._plain.whole:
+            return self._plain(input_ids, position_ids, context)
         return decoder_states(self.model.base_model, input_ids, position_ids, context)
 
     def logits(self, hidden: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -136,14 +143,6 @@ def follow_row_rule(model: PreTrainedModel, dtype: torch.dtype | None = None) ->
     apply_row_rule(model, rule)
     install(model, rule)
     return rule
-
-
-def decoder_states(decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
-    """Last hidden states (T, H) of packed tokens (T,)."""
-    out = decoder(
-        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, attention_context=context
-    )
-    return out.last_hidden_state[0]
 
 
 def disable_dropout(model: PreTrainedModel) -> PreTrainedModel:

@@ -153,7 +153,9 @@ class _BlockedLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-class _RowLinear(nn.Linear):
+class RowLinear(nn.Linear):
+    """A linear layer that follows a row rule."""
+
     row_rule: RowRule
 
     def forward(self, input: Tensor) -> Tensor:
@@ -172,8 +174,8 @@ class _RowConv1D(Conv1D):
 def apply_row_rule(model: nn.Module, rule: RowRule) -> None:
     """Make every linear layer of the model follow the rule; parameters and their names stay as they are."""
     for module in model.modules():
-        if type(module) in (nn.Linear, _RowLinear):
-            module.__class__, module.row_rule = _RowLinear, rule  # type: ignore[assignment]
+        if type(module) in (nn.Linear, RowLinear):
+            module.__class__, module.row_rule = RowLinear, rule  # type: ignore[assignment]
         elif type(module) in (Conv1D, _RowConv1D):
             module.__class__, module.row_rule = _RowConv1D, rule  # type: ignore[assignment]
 

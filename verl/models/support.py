@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from verl.errors import ModelError
 from verl.models.attention import MASKS_ASKED, AttentionRule
 from verl.models.log_probs import logit_rule
-from verl.models.packed import PackedContext, pack_rows
+from verl.models.packed import PackedContext, decoder_states, pack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ BATCH_TABLES = ("longrope", "dynamic")  # rotary tables that follow the longest 
 LAYER_KINDS = {"full_attention": False, "sliding_attention": True}  # whether it has a window
 
 
-class _CountingContext(PackedContext):
+class NotingContext(PackedContext):
     """Notes what each layer asks of its attention."""
 
     def __init__(self, *args: Any) -> None:
@@ -148,10 +148,10 @@ def _window(mask: Callable[..., Tensor]) -> int | None:
     return window
 
 
-def _states(decoder: nn.Module, rows: list[list[int]], device: torch.device) -> tuple[Any, _CountingContext, Tensor]:
+def _states(decoder: nn.Module, rows: list[list[int]], device: torch.device) -> tuple[Any, NotingContext, Tensor]:
     packed = pack_rows(rows, [[] for _ in rows], 0).to(device)
-    context = _CountingContext(packed)
-    return packed, context, _run(decoder, packed, context).last_hidden_state[0]
+    context = NotingContext(packed)
+    return packed, context, decoder_states(decoder, packed.input_ids, packed.position_ids, context)
 
 
 def _run(model: nn.Module, packed: Any, context: PackedContext) -> Any:

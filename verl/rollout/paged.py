@@ -48,6 +48,7 @@ class KVPool:
         self, layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device, blocks: int = 0
     ) -> None:
         self.blocks = blocks
+        self.joined: list[Tensor] = []  # (2, N, K, S, D): keys, then values
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.kv_heads = kv_heads
@@ -58,9 +59,8 @@ class KVPool:
         if self.keys:
             return
         kv_heads, head_size = self._shape
-        for _ in range(self._layers):
-            self.keys.append(self._zeros(self.blocks, kv_heads, KEY_BLOCK, head_size))
-            self.values.append(self._zeros(self.blocks, kv_heads, KEY_BLOCK, head_size))
+        self.joined = [self._zeros(2, self.blocks, kv_heads, KEY_BLOCK, head_size) for _ in range(self._layers)]
+        self.keys, self.values = ([tensor[half] for tensor in self.joined] for half in (0, 1))
 
     def _zeros(self, *shape: int) -> Tensor:
         if self._device.type != "cpu":
@@ -70,15 +70,15 @@ class KVPool:
         return torch.from_numpy(raw).view(self._dtype).view(shape)
 
     def free(self) -> None:
-        self.keys, self.values = [], []
+        self.joined, self.keys, self.values = [], [], []
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks, (source, target) each."""
         if not pairs:
             return
         sources, targets = (torch.tensor(ids, device=self._device) for ids in zip(*pairs, strict=True))
-        for tensor in (*self.keys, *self.values):
-            tensor[targets] = tensor[sources]
+        for tensor in self.joined:
+            tensor[:, targets] = tensor[:, sources]
 
     @property
     def block_bytes(self) -> int:
@@ -124,7 +124,8 @@ class PagedContext:
         as_tensor = lambda values: torch.from_numpy(np.ascontiguousarray(values)).to(device)  # noqa: E731
         self.positions = as_tensor(positions)
         self._tokens, self._rows = tokens, len(rows)
-        heads = np.arange(pool.kv_heads)[:, None]  # where the tokens' keys and values lie among (N * K * S)
+        # Where the tokens' keys, then values, lie among (2 * N * K * S).
+        heads = np.arange(pool.kv_heads)[:, None] + pool.blocks * pool.kv_heads * np.arange(2)[:, None, None]
         self._write = as_tensor(((blocks * pool.kv_heads + heads) * KEY_BLOCK + positions % KEY_BLOCK).reshape(-1))
         self._biases: dict[tuple[int, int | None], Tensor] = {}
         self._buffers: dict[tuple[int, int], Tensor] = {}
@@ -139,9 +140,8 @@ class PagedContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query (A, T, D), key and value (K, T, D) -> (T, A, D); tokens behind the work's are fill."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        for pool, new in ((keys, key), (values, value)):
-            flat = new[:, : self._tokens].reshape(-1, new.shape[2])
-            pool.view(-1, new.shape[2]).index_copy_(0, self._write, flat)
+        new = torch.cat([key[:, : self._tokens], value[:, : self._tokens]]).view(-1, key.shape[2])
+        self._pool.joined[layer].view(-1, key.shape[2]).index_copy_(0, self._write, new)
         if self._rows == query.shape[1]:
             return self._attend_rows(keys, values, query, rule)
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])

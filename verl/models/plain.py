@@ -1,0 +1,99 @@
+"""The layers of Llama and its kin where nothing is differentiated: the bits of their modules in half the operations.
+
+While a response is generated the model sees a few rows at a time, and what its modules do around the arithmetic takes
+as long as the arithmetic. Here queries and keys are turned together and sums overwrite what nobody reads again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.models.attention import AttentionContext, AttentionRule
+from verl.models.fused import gated_mlp, rms_norm
+from verl.models.packed import decoder_states, pack_rows
+from verl.models.rows import RowLinear, RowRule, linear_rows
+from verl.models.support import PROBE, NotingContext
+
+
+class PlainDecoder:
+    """A decoder's forward over its own parameters, wherever they lie by then.
+
+    Args:
+        rules: what each layer asks of its attention.
+    """
+
+    def __init__(self, decoder: Any, rule: RowRule, rules: dict[int, AttentionRule]) -> None:
+        self._decoder, self._rule = decoder, rule
+        self._layers = [(layer, rules[i]) for i, layer in enumerate(decoder.layers)]
+        self._kind = type(self._layers[0][0])
+
+    @property
+    def whole(self) -> bool:
+        """Whether the layers are still what they were: those that are sharded work inside their modules only."""
+        return type(self._decoder.layers[0]) is self._kind
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states (T, H) of packed tokens (T,)."""
+        decoder, rule = self._decoder, self._rule
+        x = decoder.embed_tokens(input_ids)
+        turn = _turn(*decoder.rotary_emb(x[None], position_ids=position_ids[None]))
+        for number, (layer, attention_rule) in enumerate(self._layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            normed = _norm(layer.input_layernorm, x)
+            query, key, value = (
+                linear_rows(normed, part.weight, part.bias, rule).view(len(x), -1, attention.head_dim)
+                for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if hasattr(attention, "q_norm"):
+                query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
+            turned = _turned(torch.cat([query, key], 1), *turn).transpose(0, 1)
+            query, key = turned[: query.shape[1]], turned[query.shape[1] :]
+            seen = context.attend(number, query, key, value.transpose(0, 1), attention_rule).reshape(len(x), -1)
+            x = linear_rows(seen, attention.o_proj.weight, attention.o_proj.bias, rule).add_(x)
+            normed = _norm(layer.post_attention_layernorm, x)
+            x = gated_mlp(normed, *((part.weight, part.bias) for part in _gated(mlp)), rule).add_(x)  # type: ignore[call-arg,arg-type]
+        return _norm(decoder.norm, x)
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return rms_norm(x, module.weight, module.variance_epsilon)
+
+
+def _gated(mlp: Any) -> tuple[Any, Any, Any]:
+    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _turn(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(1, T, D) each -> (T, 1, D); the sine's first half negative instead of the half that it is multiplied with."""
+    half = sin.shape[-1] // 2
+    return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(T, heads, D) with each head's halves as the two coordinates of D / 2 points turned (Su et al., 2021: RoPE)."""
+    half = x.shape[-1] // 2
+    other = torch.cat([x[..., half:], x[..., :half]], -1)
+    return x.mul_(cos).add_(other.mul_(sin))
+
+
+@torch.no_grad()
+def plain_decoder(decoder: nn.Module, rule: RowRule) -> PlainDecoder | None:
+    """The decoder without its modules, if it is of this kind and gives the same bits; else None."""
+    modules = list(decoder.modules())
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return None  # sharded layers gather their weights there
+    if any(type(module) is not RowLinear for module in modules if hasattr(module, "in_features")):
+        return None  # its weight is not all that it computes with
+    device = next(decoder.parameters()).device
+    packed = pack_rows(PROBE, [[] for _ in PROBE], 0).to(device).filled(rule.padded)
+    context = NotingContext(packed)
+    inputs = packed.input_ids, packed.position_ids, context
+    expected = decoder_states(decoder, *inputs)
+    try:
+        plain = PlainDecoder(decoder, rule, context.rules)
+        return plain if torch.equal(plain(*inputs), expected) else None
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        return None
