@@ -22,7 +22,7 @@ def test_padded() -> None:
 
 def test_no_call_has_too_few_rows() -> None:
     rule = RowRule(least=40, block=128)
-    assert [rule.padded(n) for n in (0, 1, 40, 41)] == [40, 40, 40, 48]
+    assert [rule.padded(n) for n in (0, 1, 40, 41)] == [8, 8, 40, 48]  # a call fills itself up
     shape = torch.Size([4, 4])
     found = [rule.calls(n, shape) for n in (40, 128, 168, 136, 264)]
     assert found == [[40], [128], [128, 40], [72, 64], [128, 72, 64]]
@@ -187,3 +187,20 @@ def test_conv1d_is_probed_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rows, "_keeps_bits", lambda weight, *_: shapes.append(tuple(weight.shape)) or True)
     assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4), nn.Linear(8, 4))).proven
     assert shapes == [(4, 8), (2, 4)]  # (out, in), each shape once
+
+
+@needs_packing
+def test_a_call_of_few_rows_is_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, product = [], rows._linear_packed
+
+    def counting(x: Tensor, *arguments: object) -> Tensor:
+        seen.append(x.shape[-2])
+        return product(x, *arguments)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(rows, "_linear_packed", counting)
+    weight, x = torch.randn(24, 16).bfloat16(), torch.randn(1, 48, 16).bfloat16()
+    rule = replace(PACKED, least=40)
+    whole = linear_rows(x, weight, None, rule)
+    for part in (x[:, :8], x[:, :8].clone().requires_grad_()):
+        assert torch.equal(linear_rows(part, weight, None, rule), whole[:, :8])
+    assert seen == [48, 40, 40]

@@ -44,8 +44,8 @@ class RowRule:
     """How many rows a linear layer may see.
 
     Attributes:
-        multiple: row counts are padded to a multiple of this,
-        least: and to this.
+        multiple: row counts are padded to a multiple of this, by whoever calls.
+        least: rows of the smallest matmul call; fewer are filled up for it.
         block: rows of one matmul call (the most of one, where the weight is packed); None for all at once.
         packed: the weight is kept a second time in oneDNN's own layout.
         single: shapes of the weights that are laid out for a single row: their other layout has kernels that disagree.
@@ -63,7 +63,7 @@ class RowRule:
     proven: bool = False
 
     def padded(self, rows: int) -> int:
-        return max(self.least, -(-rows // self.multiple) * self.multiple)
+        return max(1, -(-rows // self.multiple)) * self.multiple
 
     def calls(self, rows: int, shape: torch.Size) -> list[int]:
         """Rows of each call for so many of them, padded ones; the last two share what would leave one too few."""
@@ -96,8 +96,16 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -
         return F.linear(x, weight, bias)
     packed = _packed_weight(weight, rule) if rule.packed else None
     if packed is not None and x.numel() <= rule.block * x.shape[-1] and not torch.is_grad_enabled():
-        return _linear_packed(x, packed, bias, "none", [], "")
+        return _product(x, packed, bias, rule.least)
     return _BlockedLinear.apply(x, weight, bias, rule, packed)  # type: ignore[no-any-return]
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None, least: int) -> Tensor:
+    """One call over (..., T, H); what fills it up to ``least`` rows is taken off again."""
+    rows = x.shape[-2]
+    if rows < least:
+        return _linear_packed(F.pad(x, (0, 0, 0, least - rows)), packed, bias, "none", [], "")[..., :rows, :]
+    return _linear_packed(x, packed, bias, "none", [], "")
 
 
 def _holder(weight: Tensor) -> Tensor:
@@ -139,7 +147,7 @@ class _BlockedLinear(torch.autograd.Function):
         if packed is None:
             outs = [F.linear(part, weight, bias) for part in parts]
         else:
-            outs = [_linear_packed(part, packed, bias, "none", [], "") for part in parts]
+            outs = [_product(part, packed, bias, rule.least) for part in parts]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.view(*x.shape[:-1], weight.shape[0])
 

@@ -189,10 +189,11 @@ class EmbeddedEngine:
         self._pool.copy(plan.copies)
         context = PagedContext(self._pool, work, device)
         tokens = [token for part in work for token in part.sequence.tokens(part.start, part.end)]
-        fill = self.policy.rows.padded(len(tokens)) - len(tokens)
+        rule = self.policy.rows
+        fill = rule.padded(len(tokens)) - len(tokens)
         positions = F.pad(context.positions, (0, fill))
         ids = torch.tensor(tokens + [0] * fill, device=device)
-        with _threads(1 if len(ids) * self._largest_layer <= ONE_THREAD else torch.get_num_threads()):
+        with _threads(1 if max(len(ids), rule.least) * self._largest_layer <= ONE_THREAD else torch.get_num_threads()):
             hidden = self.policy.hidden_states(ids, positions, context)
         lengths = [part.end - part.start for part in work]
         single = lengths.count(1)
