@@ -28,6 +28,7 @@ class Pool(RuleBasedStateMachine):
         self.slow = slow
         self.staleness, self.unit, self.names = staleness, unit, 0
         self.version, self.draws, self.now = 0, 0, 0.0
+        self.further = self.extra = 0  # groups that the step wants beside its batch now, and that all steps got
         self.trained: set[str] = set()
         self.requeued: set[str] = set()
         self.checkpoint: dict[str, Any] = {}
@@ -76,15 +77,22 @@ class Pool(RuleBasedStateMachine):
         self.ask([r for draw in range(self.draws, self.draws + prompts) for r in group(draw, MEMBERS)])
         self.draws += prompts
 
-    @rule()
-    def train(self) -> None:
-        taken = self.buffer.take(self.version)
-        self.withdraw(taken)
-        if taken.groups:
-            assert len(taken.groups) == PROMPTS
+    @rule(further=st.integers(0, 2))
+    def train(self, further: int = 0) -> None:
+        """A batch and, beside it, ``further`` groups: in place of as many as it does not train."""
+        while True:
+            taken = self.buffer.take(self.version, self.further or None)
+            self.withdraw(taken)
+            if not taken.groups:
+                return
+            assert len(taken.groups) == (self.further or PROMPTS)
             for trained in taken.groups:
                 self.check(trained)
-            self.version += 1
+            self.extra += self.further
+            self.further = 0 if self.further else further
+            if not self.further:
+                self.version += 1
+                return
 
     def withdraw(self, taken: Taken) -> None:
         assert self.requeued.isdisjoint(taken.again) and self.requeued.issuperset(taken.dropped)
@@ -105,11 +113,12 @@ class Pool(RuleBasedStateMachine):
             assert self.unit == "token" or member.loss_mask.all()
             assert member.response_ids.tolist() == list(range(len(member.versions)))
 
+    @precondition(lambda self: not self.further)
     @rule()
     def save(self) -> None:
         state = {"buffer": self.buffer.state_dict(), "draws": self.draws, "version": self.version}
         self.checkpoint = json.loads(json.dumps(state))
-        self.checkpoint["seen"] = (set(self.trained), set(self.requeued))
+        self.checkpoint["seen"] = (set(self.trained), set(self.requeued), self.extra)
 
     @precondition(lambda self: self.resumes < 2)
     @rule()
@@ -117,7 +126,8 @@ class Pool(RuleBasedStateMachine):
         self.resumes += 1
         self.anew()
         self.version, self.draws = self.checkpoint["version"], self.checkpoint["draws"]
-        self.trained, self.requeued = map(set, self.checkpoint["seen"])
+        trained, requeued, self.extra = self.checkpoint["seen"]
+        self.trained, self.requeued, self.further = set(trained), set(requeued), 0
         self.buffer.load_state_dict(self.checkpoint["buffer"])
         self.ask([r for uid in self.buffer.outstanding for r in group(int(uid.split(":")[1]), MEMBERS)])
 
@@ -233,8 +243,8 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def the_budget_is_kept_and_always_allows_a_batch(self) -> None:
         outstanding, budget = len(self.buffer.outstanding), self.buffer.budget(self.version)
-        left = STEPS - self.version
-        assert outstanding + budget == min(self.staleness + 1, left) * PROMPTS
+        ahead = min(self.staleness + 1, STEPS - self.version) - (self.further > 0)  # this step's batch has been taken
+        assert outstanding + budget == ahead * PROMPTS + self.further
 
     def teardown(self) -> None:
         """With one good worker the run comes to its end, whatever went before."""
@@ -246,7 +256,7 @@ class Pool(RuleBasedStateMachine):
         self.collect()
         self.add(1)
         rounds = 0
-        while not self.buffer.done:
+        while not self.buffer.done or self.further:
             self.draw(9)
             while self.pending:
                 self.assign()
@@ -258,7 +268,7 @@ class Pool(RuleBasedStateMachine):
             self.train()
             rounds += 1
             assert rounds <= 4 * STEPS
-        assert self.version == STEPS and len(self.trained) == STEPS * PROMPTS
+        assert self.version == STEPS and len(self.trained) == STEPS * PROMPTS + self.extra
 
 
 TestPool = Pool.TestCase
