@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 import verl
@@ -61,6 +64,28 @@ def test_files_beside_the_code_are_shipped() -> None:
     shipped = {path for pattern in patterns for path in package.glob(pattern)}
     beside = {path for path in package.rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert {package / "py.typed", package / "config" / "presets" / "grpo.yaml"} <= shipped and beside - shipped == set()
+
+
+@pytest.mark.drill
+def test_the_wheel_trains_the_tiny_example(tmp_path: Path) -> None:
+    """From another folder, without the sources: what the wheel holds is enough."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    shutil.copytree(ROOT / "verl", tmp_path / "source" / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "source")
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tmp_path / "source")]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = tmp_path.glob("verl-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "installed"), str(wheel)], check=True)
+    shutil.copytree(ROOT / "examples" / "tiny", tmp_path / "examples" / "tiny")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    settings = ["trainer.total_training_steps=2", "cluster.threads=1"]
+    where = [sys.executable, "-c", "import verl; print(verl.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).is_relative_to(tmp_path / "installed")
+    train = [sys.executable, "-m", "verl.cli", "train", "examples/tiny/grpo.yaml", *settings]
+    subprocess.run(train, cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "runs" / "tiny-grpo" / "report.html").stat().st_size > 10_000
 
 
 def test_ci_calls_make_test() -> None:
