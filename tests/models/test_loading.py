@@ -20,7 +20,6 @@ from verl.models.loading import (
     load_causal_lm,
     load_config,
     load_tokenizer,
-    require_chat_template,
     resolve_model,
     save_hf_files,
     stop_ids,
@@ -304,14 +303,6 @@ def test_tokenizer_without_eos_or_files(model_dir: Path) -> None:
     (model_dir / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match="no tokenizer can be loaded"):
         load_tokenizer(model_dir)
-
-
-def test_no_chat_template_is_one_clear_error(model_dir: Path) -> None:
-    require_chat_template(load_tokenizer(model_dir), model_dir)
-    (model_dir / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match="has no chat template") as caught:
-        require_chat_template(load_tokenizer(model_dir), model_dir)
-    assert caught.value.value == model_dir and caught.value.fix
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ then averaged must multiply their loss by the number of ranks. A row is never sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,19 +40,6 @@ class Denominators:
     tokens: float
     rows: float
     max_response_length: float
-
-    @classmethod
-    def combine(cls, parts: Iterable[Denominators]) -> Denominators:
-        """The denominators of several shards of one mini-batch together.
-
-        Raises:
-            ValueError: no part, or parts that disagree on C.
-        """
-        shards = list(parts)
-        fixed = {shard.max_response_length for shard in shards}
-        if len(fixed) != 1:
-            raise ValueError(f"denominators with different max_response_length: {sorted(fixed)}")
-        return cls(sum(shard.tokens for shard in shards), sum(shard.rows for shard in shards), fixed.pop())
 
 
 LOSS_AGGREGATIONS: dict[str, Callable[[Denominators], float]] = {

@@ -78,10 +78,6 @@ class Checkpoint:
         return self._manifest.meta
 
     @property
-    def verl_version(self) -> str:
-        return self._manifest.verl
-
-    @property
     def files(self) -> dict[str, FileRecord]:
         """Every file by its name inside the checkpoint."""
         return dict(self._manifest.files)
@@ -98,9 +94,6 @@ class Checkpoint:
             check_checksum(self.path, self._manifest, name)
             self._unchecked.discard(name)
         return self.path / name
-
-    def has_state(self, name: str) -> bool:
-        return f"{name}.json" in self._manifest.files
 
     def read_state(self, name: str) -> Tree:
         """A tree written by ``PendingCheckpoint.write_state``. Raises CheckpointError."""

@@ -220,16 +220,6 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     return tokenizer
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:
-    """Raise one ModelError, before any row is read, when message lists would meet a tokenizer without chat template."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            "the prompts are message lists but the tokenizer has no chat template",
-            value=source,
-            fix="use an instruction-tuned model, add chat_template.jinja to its folder, or give prompts as plain text",
-        )
-
-
 def stop_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Sorted ids that end a response: the EOS ids of ``generation_config.json``, ``config.json`` and the tokenizer."""
     folder = resolve_model(path)
