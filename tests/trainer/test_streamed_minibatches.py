@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stage_cases import tiny_config
+from stage_cases import hand_batch, stub_roles, tiny_config
 from test_sources import run_in
 from verl_process import checkpoint_bytes, computed
 
@@ -20,6 +20,7 @@ from verl.run_dir import RunDir
 from verl.trainer.run import Inputs, source_of
 from verl.trainer.sampling import Sampler
 from verl.trainer.sources import Feed
+from verl.trainer.stages import process
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
 
@@ -87,6 +88,14 @@ def test_a_part_is_given_as_soon_as_its_groups_are_complete(tmp_path: Path, tiny
         drawn.append([int(uid.split(":")[1]) for uid in part.non_tensor_batch["uid"][::3]])
     assert answered == [7, 12] and drawn == [[2, 3], [0, 1]]
     assert state.cap._lengths == [1, 1, 0] * 4
+
+
+def test_the_old_log_probs_are_the_engines_also_where_these_are_not_the_trainers(tmp_path: Path) -> None:
+    """The trainer's weights have moved since the batch began; the policy is not asked."""
+    streamed = {"actor": {"ppo_mini_batch_size": 2}, "trainer": {"stream_minibatches": True}}
+    config, batch = tiny_config(tmp_path, "none", streamed), hand_batch([1.0, 0.0, 0.0], [2, 3, 1], n=3)
+    done, _ = process(batch, stub_roles(exact=False), config, 0.0, StepTimer())
+    torch.testing.assert_close(done.batch["old_log_probs"], batch.batch["rollout_log_probs"], equal_nan=True)
 
 
 STREAMED = ("trainer.stream_minibatches=true", "algorithm.adv_estimator=grpo", "rollout.n=2")
