@@ -148,6 +148,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("backend", ["inline", "ray"])
 def test_two_thousand_steps(tmp_path: Path, backend: str) -> None:
     """Processes, file handles, memory and object store of the second half are what they were in the first.
