@@ -17,7 +17,7 @@ from test_scorer import batch_of
 
 from verl.config import RewardConfig
 from verl.errors import RewardError
-from verl.models.memory import free_memory
+from verl.models.memory import descendants, free_memory
 from verl.rewards import pool as pool_module
 from verl.rewards.scorer import RuleScorer
 
@@ -66,11 +66,7 @@ def processes(*words: str) -> set[int]:
 
 def children(process: int) -> set[int]:
     """Of a process, and theirs."""
-    try:
-        listed = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:
-        return set()
-    return {int(child) for child in listed}.union(*(children(int(child)) for child in listed))
+    return set(descendants(process))
 
 
 def gone(ids: set[int], seconds: float = 3.0) -> bool:

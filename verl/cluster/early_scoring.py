@@ -59,7 +59,6 @@ class EarlyScoring:
             if not self._missing[uid]:
                 self._submit(uid, [result for result in self._groups[uid] if result.loss_mask.any()])
                 self._forget(uid)
-        self._scorer.pump()
 
     def _submit(self, uid: str, results: list[Result]) -> None:
         sampling = self._sampling[uid]

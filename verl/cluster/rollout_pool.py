@@ -126,7 +126,7 @@ class RolloutPool:
         self._policy = ScalingPolicy(self._least, self._most)
         self._scorer, self._wish, self._wish_asked = scorer, wish, 0.0
         self._unheard: list[Result] = []
-        self._hearing, self._working = None, False
+        self._hearing = None
         self._places = settings.max_num_seqs + SPARE_REQUESTS
         self._waited, self._counted = 0.0, Counter[str]()
         self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
@@ -417,16 +417,16 @@ class RolloutPool:
             self._boxes.pop(result.slot, self._finished).append(result)
 
     def _let_score(self) -> None:
-        """Tell the scorer what has finished, and let it go on; one call at a time, as it may be busy otherwise."""
+        """Tell the scorer what has finished; one call at a time, as it may be busy otherwise."""
         if self._scorer is None:
             return
         if self._hearing is not None:
             if not ray.wait([self._hearing], timeout=0)[0]:
                 return
             with suppress(RayTaskError, RayActorError):  # shows when the batch is scored
-                self._working = ray.get(self._hearing)
+                ray.get(self._hearing)
             self._hearing = None
-        if self._unheard or self._working:
+        if self._unheard:
             self._hearing, self._unheard = self._scorer.hear(self._unheard), []
 
     def _lost(self, lost: Lost) -> Result:

@@ -185,11 +185,8 @@ class Worker:
         self._early.expect(requests, prompts)
 
     @recorded("reward")
-    def hear(self, results: list[Result]) -> bool:
-        """Whether to call again soon, with whatever there is then: reward functions are at work."""
+    def hear(self, results: list[Result]) -> None:
         self._early.finished(results)
-        assert self._scorer is not None
-        return self._scorer.working
 
     @recorded("rollout")
     def publish(self, version: int) -> None:

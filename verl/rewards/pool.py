@@ -1,7 +1,7 @@
 """A pool of reward worker processes: bounded, each call timed and killed where it does not stop, the lost replaced.
 
-Nothing runs in the background of this process: whoever submits calls also moves the pool on, by waiting for them
-(:meth:`Pool.gather`) or by looking at it now and then (:meth:`Pool.pump`).
+A thread gives the calls to the workers and takes their answers, whatever this process does meanwhile: sampling,
+training. It lives as long as there are calls.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -106,11 +107,22 @@ class Pool:
         self._workers: list[_Worker] = []
         self._control: socket.socket | None = None
         self._end: weakref.finalize | None = None
-        self._started, self._grown, self._looked = 0, 0.0, 0.0
+        self._started, self._grown = 0, 0.0
+        self._changed = threading.Condition()  # for all of the above
+        self._thread: threading.Thread | None = None
+        self._woken, self._wakes = socket.socketpair()
+        self._ending = False
 
     def submit(self, target: Target, calls: Sequence[Call], together: bool = False) -> list[Job]:
-        """One job a call, in order; equal calls may be one job."""
-        return [self._job(target, call, together) for call in calls]
+        """One job a call, in order; equal calls may be one job. Returns at once."""
+        with self._changed:
+            jobs = [self._job(target, call, together) for call in calls]
+            if self._thread is not None:
+                self._wakes.send(b"!")
+            elif self._waiting:
+                self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+                self._thread.start()
+        return jobs
 
     def gather(self, jobs: Sequence[Job]) -> list[list[Score]]:
         """Wait for these; one list of scores a job.
@@ -119,41 +131,73 @@ class Pool:
             RewardError: a function cannot be loaded, its arguments cannot be sent, or it returned what is no list of
                 scores for a batch.
         """
-        while any(not job.done for job in jobs):
-            self.pump(None)
-        self._open = {key: job for key, job in self._open.items() if not job.done}
+        with self._changed:
+            self._changed.wait_for(lambda: all(job.done for job in jobs))
+            self._open = {key: job for key, job in self._open.items() if not job.done}
         for job in jobs:
             if job.error is not None:
                 raise job.error
         return [job.scores or [] for job in jobs]
 
-    def pump(self, seconds: float | None = 0.0) -> None:
-        """Give calls to workers and take results; wait ``seconds`` (None: until there is something to do) for any.
-
-        Time in which nobody looks does not count as a call's.
-        """
-        unheard = time.monotonic() - self._looked
-        for worker in self._workers:  # what it said since then may still be on its way
-            worker.since += unheard
-        self._assign()
-        timeout = self._until_due() if seconds is None else seconds
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.channel, selectors.EVENT_READ, worker)
-            for key, _ in selector.select(timeout) if self._workers else ():
-                self._hear(key.data)
-        self._looked = time.monotonic()
-        for worker in list(self._workers):
-            if worker.jobs and self._looked > self._due(worker):
-                self._lost(worker, too_slow(self._limit))
-
     def close(self) -> None:
-        """End all processes."""
+        """End all processes; calls under way fail."""
+        with self._changed:
+            self._ending, thread = True, self._thread
+            if thread is not None:
+                self._wakes.send(b"!")
+        if thread is not None:
+            thread.join()
         if self._end is not None:
             self._end()
         for worker in self._workers:
             worker.channel.close()
-        self._workers, self._control, self._end = [], None, None
+        self._workers, self._control, self._end, self._ending = [], None, None, False
+
+    # the pool's own thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with self._changed:
+            error = RewardError("The reward workers were ended.", fix="score before the run ends")
+            try:
+                while not self._ending and (self._waiting or any(worker.jobs for worker in self._workers)):
+                    self._advance()
+            except RewardError as raised:
+                error = raised
+            except Exception as raised:
+                error = RewardError("The pool of reward workers failed.", repr(raised), IN_PROCESS)
+                error.__cause__ = raised
+            for job in [*self._waiting, *(job for worker in self._workers for job in worker.jobs.values())]:
+                job.error = error  # whoever gathers it gets this
+            self._waiting.clear()
+            for worker in self._workers:
+                worker.jobs.clear()
+            self._thread = None
+            self._changed.notify_all()
+
+    def _advance(self) -> None:
+        """Give calls to workers and take what they say next; others may use the pool while nobody says anything."""
+        self._assign()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            timeout = self._until_due()
+            self._changed.release()
+            try:
+                selector.select(timeout)
+            finally:
+                self._changed.acquire()
+            # Looked at again: this process may have been kept from looking for long, which is no call's time.
+            for key, _ in selector.select(0):
+                if key.data is None:
+                    self._woken.recv(4096)
+                else:
+                    self._hear(key.data)
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if worker.jobs and now > self._due(worker):
+                self._lost(worker, too_slow(self._limit))
+        self._changed.notify_all()
 
     # jobs ----------------------------------------------------------------------------------------------------------
 
@@ -243,6 +287,8 @@ class Pool:
         message = json.dumps([word, number, idle]).encode().ljust(MESSAGE_BYTES)
         for _ in range(2):
             if self._control is None:
+                if self._end is not None and not self._end.alive:  # this process is ending
+                    break
                 if word == "kill":  # the nursery is gone, and its workers with it
                     return
                 self._control, self._end = self._start_nursery()

@@ -122,17 +122,6 @@ class RuleScorer:
             if pending is not None:
                 pending = cache(pending)
                 self._begun |= {key: (pending, i) for i, key in enumerate(_keys(part.name, own))}
-        self.pump()
-
-    def pump(self) -> None:
-        """Move what was begun on, where nobody waits for it yet; to be called often."""
-        if self._pool is not None and self._begun:
-            self._pool.pump()
-
-    @property
-    def working(self) -> bool:
-        """Whether :meth:`pump` has anything to do."""
-        return self._pool is not None and bool(self._begun)
 
     def score(self, batch: DataProto) -> DataProto:
         """Score every response of ``batch``.
