@@ -40,7 +40,7 @@ class FakeRay:
     def __init__(self, never: tuple[Any, ...] = ()) -> None:
         self.never = never
 
-    def wait(self, references: list[Any], timeout: float, num_returns: int) -> tuple[list[Any], list[Any]]:
+    def wait(self, references: list[Any], timeout: float = 0, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
         ready = [reference for reference in references if reference not in self.never]
         return ready[:1], []
 
@@ -89,6 +89,57 @@ def test_a_faults_own_words_come_before_what_follows_from_it(monkeypatch: pytest
         failing(monkeypatch, ["hangs", task_error(CheckpointError("damaged"))], never=("hangs",))
     with pytest.raises(RanksLostError):
         failing(monkeypatch, [lost, "fine"])
+
+
+class FakeActor:
+    """Notes its calls: actor, method, concurrency group, arguments."""
+
+    def __init__(self, name: str, calls: list[Any], method: str = "", group: str = "") -> None:
+        self.name, self.calls, self.method, self.group = name, calls, method, group
+
+    def __getattr__(self, method: str) -> FakeActor:
+        return FakeActor(self.name, self.calls, method)
+
+    def options(self, concurrency_group: str) -> FakeActor:
+        return FakeActor(self.name, self.calls, self.method, concurrency_group)
+
+    def remote(self, *arguments: Any) -> Any:
+        self.calls.append((self.name, self.method, self.group, arguments))
+        return self.generated(*arguments) if self.method == "generate" else self.method
+
+    def generated(self, requests: list[Request], prompts: Any, listener: Any) -> tuple[Slot, ...]:
+        if listener is not None:
+            listener.hear([request.slot for request in requests])
+            listener.hear([])
+        return tuple(request.slot for request in requests)
+
+
+def test_the_scorer_hears_of_every_ranks_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_worker, "ray", FakeRay())
+    monkeypatch.setattr(ray_worker, "stored", lambda value: value)
+    requests = [Request(Slot(uid, i), [1], SamplingParams(4)) for uid in ("a", "b") for i in range(2)]
+    slots = [request.slot for request in requests]
+    calls: list[Any] = []
+    actors = [FakeActor(name, calls) for name in ("rank 0", "rank 1", "reward")]
+    watch = Watch(60, print, print)
+
+    def told(workers: RayWorkers, scorer: RayWorkers, prompts: Any = "prompts") -> list[Any]:
+        workers.tell(scorer)
+        calls.clear()
+        assert workers.generate(requests, prompts) == slots
+        return list(calls)
+
+    both = RayWorkers(actors[:2], "", watch)
+    for scorer, name in ((both, "rank 0"), (RayWorkers(actors[2:], "", watch), "reward")):
+        expected, *others = told(both, scorer)
+        assert expected == (name, "expect", "listening", (requests, "prompts"))
+        heard = [call for call in others if call[1] == "hear"]
+        assert [call[:3] for call in heard] == [(name, "hear", "listening")] * 2
+        assert sorted(slot for call in heard for slot in call[3][0]) == slots
+        assert not any(call[1] == "expect" or "prompts" in call[3] for call in others)
+        assert all(call[1] == "generate" and call[3][1:] == (None, None) for call in told(both, scorer, None))
+    alone = RayWorkers(actors[:1], "", watch)
+    assert told(alone, alone) == [("rank 0", "generate", "", (requests, "prompts", None))]  # it does both
 
 
 def test_the_kernels_count_of_kills_is_readable() -> None:

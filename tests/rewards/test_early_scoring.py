@@ -212,6 +212,11 @@ def test_groups_are_given_when_their_last_response_has_ended():
     early.expect(requests, prompts)
     assert [r.slot for r in generate(engine, requests, early.finished)] == slots  # type: ignore[arg-type]
     assert [steps for steps, _ in given] == [5, 8]
+    early.expect(requests, prompts)
+    early.forget(["b"])  # the batch of b is being scored: what others still tell of it changes nothing
+    engine.steps = 0
+    generate(engine, requests, early.finished)  # type: ignore[arg-type]
+    assert [steps for steps, _ in given[2:]] == [8]
     assert given[1][1] == {
         "uid": ["a"] * 3, "data_source": ["t"] * 3, "ground_truth": ["1"] * 3, "extra_info": [{"k": 1}] * 3,
         "raw_prompt": ["q"] * 3, "index": [0, -1, 1], "response_text": ["a0", "a-1", "a1"],  # no token of 2 is trained

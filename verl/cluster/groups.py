@@ -15,6 +15,7 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.cluster.early_scoring import LISTENING
 from verl.cluster.placement import Group, Plan, ProcessSpec
 from verl.cluster.profiling import nsight_options
 from verl.cluster.ray_worker import RayWorkers, Watch
@@ -47,10 +48,15 @@ def started_groups(
         _await_room(places, plan.groups, config.cluster.start_timeout, report)
         for place, group in zip(places, plan.groups, strict=True):
             file = str(meeting.with_name(f"{meeting.name}-{len(workers)}") / "ranks")
-            remote = ray.remote(Worker).options(
-                **ray_options(group, config, group.roles), scheduling_strategy=PlacementGroupSchedulingStrategy(place)
-            )
-            actors = [remote.remote(config, None, group, rank, file) for rank in range(group.count)]
+            options = ray_options(group, config, group.roles)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place)
+            # Who scores what others sample hears of it beside whatever else it does.
+            listens = "reward" in group.roles and (group.count > 1 or "rollout" not in group.roles)
+            first = ray.remote(concurrency_groups={LISTENING: 1}) if listens else ray.remote
+            actors = [
+                (first if rank == 0 else ray.remote)(Worker).options(**options).remote(config, None, group, rank, file)
+                for rank in range(group.count)
+            ]
             workers.append(RayWorkers(actors, group.named_roles if len(plan.groups) > 1 else "", watch))
         for worker in workers:
             worker.await_processes(deadline - time.monotonic())

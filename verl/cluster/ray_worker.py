@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric, merge_all
+from verl.cluster.early_scoring import LISTENING, Listener
 from verl.cluster.object_store import STORE_FULL, store_full, stored
 from verl.cluster.profiling import Span
 from verl.cluster.roles import merged_memory
@@ -58,6 +59,7 @@ class RayWorkers:
         self._stacks: list[tuple[str, int, int]] = []
         self._kills = memory_kills()
         self._turn = threading.Lock()
+        self._scorer: RayWorkers | None = None
 
     def await_processes(self, seconds: float) -> None:
         """Until all have started.
@@ -87,10 +89,13 @@ class RayWorkers:
 
     def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
         shares = share_requests(requests, len(self._actors))
-        scored = None if prompts is None else stored(prompts)
+        told, listener = None if prompts is None else stored(prompts), None
+        if self._scorer is not None and told is not None:
+            ray.wait([self._scorer.expect(requests, told)])  # before any rank tells of them
+            told, listener = None, self._scorer.listener
         calls = [
-            actor.generate.remote([requests[i] for i in share], scored if rank == 0 else None)  # it has the scorer
-            for rank, (actor, share) in enumerate(zip(self._actors, shares, strict=True))
+            actor.generate.remote([requests[i] for i in share], told, listener)
+            for actor, share in zip(self._actors, shares, strict=True)
         ]
         found: dict[int, Result] = {}
         for share, results in zip(shares, self._answers("generate", calls), strict=True):
@@ -133,13 +138,23 @@ class RayWorkers:
         """On the first rank: a reward function may look at a batch as a whole."""
         return self._answers("score", [self._actors[0].score.remote(stored(batch))])[0]
 
-    def expect(self, requests: list[Request], prompts: DataProto) -> None:
-        """Nobody waits for this; what goes wrong shows when the batch is scored."""
-        self._actors[0].expect.remote(requests, stored(prompts))
+    def tell(self, scorer: RayWorkers) -> None:
+        """Of groups as they finish, from now on, where sampling and scoring are not one process."""
+        if scorer is not self or len(self._actors) > 1:
+            self._scorer = scorer
 
-    def hear(self, results: list[Result]) -> Any:
-        """A reference to the answer."""
-        return self._actors[0].hear.remote(results)
+    @property
+    def listener(self) -> Listener:
+        """Of the process that scores."""
+        return Listener(self._actors[0])
+
+    def expect(self, requests: list[Request], prompts: Any) -> Any:
+        """A reference to the answer; what goes wrong shows when the batch is scored.
+
+        Args:
+            prompts: what :func:`stored` gave for them.
+        """
+        return self._actors[0].expect.options(concurrency_group=LISTENING).remote(requests, prompts)
 
     def actor_log_probs(self, batch: DataProto) -> DataProto:
         shared = stored(batch)

@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.cluster.early_scoring import for_scoring
 from verl.cluster.groups import ray_options
-from verl.cluster.object_store import STORE_FULL, store_full
+from verl.cluster.object_store import STORE_FULL, store_full, stored
 from verl.cluster.placement import WorkerSpec
 from verl.cluster.profiling import Span, joined
 from verl.cluster.ray_worker import RayWorkers, memory_kills
@@ -125,8 +125,7 @@ class RolloutPool:
         self._target = min(max(given, self._least), self._most)
         self._policy = ScalingPolicy(self._least, self._most)
         self._scorer, self._wish, self._wish_asked = scorer, wish, 0.0
-        self._unheard: list[Result] = []
-        self._hearing = None
+        self._listener = None if scorer is None else scorer.listener
         self._places = settings.max_num_seqs + SPARE_REQUESTS
         self._waited, self._counted = 0.0, Counter[str]()
         self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
@@ -270,7 +269,7 @@ class RolloutPool:
 
     def _submit(self, requests: list[Request], prompts: DataProto | None, front: bool = False) -> None:
         if self._scorer is not None and prompts is not None:
-            self._scorer.expect(requests, for_scoring(prompts))
+            self._scorer.expect(requests, stored(for_scoring(prompts)))
         self._dispatcher.submit(requests, time.monotonic(), front)
         self._changed.notify_all()
 
@@ -296,7 +295,6 @@ class RolloutPool:
                 return False
             self._rescale()
             self._feed()
-            self._let_score()
             calls = {call: member for member in self._members.values() for call in member.calls}
             if not calls:
                 self._changed.wait(TICK_SECONDS)
@@ -412,22 +410,10 @@ class RolloutPool:
 
     def _deliver(self, outcomes: Sequence[Outcome]) -> None:
         results = [outcome if isinstance(outcome, Result) else self._lost(outcome) for outcome in outcomes]
-        self._unheard += results
+        if self._listener is not None:
+            self._listener.hear(results)
         for result in results:
             self._boxes.pop(result.slot, self._finished).append(result)
-
-    def _let_score(self) -> None:
-        """Tell the scorer what has finished; one call at a time, as it may be busy otherwise."""
-        if self._scorer is None:
-            return
-        if self._hearing is not None:
-            if not ray.wait([self._hearing], timeout=0)[0]:
-                return
-            with suppress(RayTaskError, RayActorError):  # shows when the batch is scored
-                ray.get(self._hearing)
-            self._hearing = None
-        if self._unheard:
-            self._hearing, self._unheard = self._scorer.hear(self._unheard), []
 
     def _lost(self, lost: Lost) -> Result:
         self._log("lost", f"response {lost.slot.index} of {lost.slot.uid}", lost.reason)

@@ -72,6 +72,7 @@ def start_workers(
         with started_groups(config, plan, report, log) as groups:
             parity = at_once([(group, group.setup) for group in groups])[0]
             workers = {role: groups[plan.groups.index(plan.group_of(role))] for role in config.roles}
+            workers["actor"].tell(workers["reward"])
             rollout: Rollout = SharedRollout(workers["actor"])
             with ExitStack() as stack:
                 if plan.rollout:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric
 from verl.checkpoint.manifest import checkpoint_errors
-from verl.cluster.early_scoring import EarlyScoring
+from verl.cluster.early_scoring import EarlyScoring, Listener
 from verl.cluster.placement import Group, whole_run
 from verl.cluster.profiling import Recorder, Span, recorded
 from verl.cluster.threads import available_cores
@@ -173,18 +173,24 @@ class Worker:
     # rollout -------------------------------------------------------------------------------------------------------
 
     @recorded("rollout")
-    def generate(self, requests: list[Request], prompts: DataProto | None) -> list[Result]:
-        """Sample these; ``prompts``: whose they are, to be scored meanwhile where the scorer is here."""
+    def generate(
+        self, requests: list[Request], prompts: DataProto | None, listener: Listener | None = None
+    ) -> list[Result]:
+        """Sample these.
+
+        Args:
+            prompts: whose they are, to be scored meanwhile where the scorer is here.
+            listener: else, where it is.
+        """
         if self._scorer is None or prompts is None:
-            return generate(self._engine, requests)
+            return generate(self._engine, requests, *([listener.hear] if listener is not None else []))
         self._early.expect(requests, prompts)
         return generate(self._engine, requests, self._early.finished)
 
     def expect(self, requests: list[Request], prompts: DataProto) -> None:
-        """Rollout workers are sampling these; :meth:`hear` tells what they have."""
+        """Others are sampling these; :meth:`hear` tells what they have."""
         self._early.expect(requests, prompts)
 
-    @recorded("reward")
     def hear(self, results: list[Result]) -> None:
         self._early.finished(results)
 
@@ -250,6 +256,7 @@ class Worker:
     @recorded("reward")
     def score(self, batch: DataProto) -> DataProto:
         assert self._scorer is not None
+        self._early.forget(batch.non_tensor_batch.get("uid", ()))
         return self._scorer.score(batch)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ A score is placed on the last trained token of its response. A response that can
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,6 +85,7 @@ class RuleScorer:
             if len(self._parts) == 1:
                 self._parts = [Part("", judges[0].reward)]
         self._begun: dict[tuple[str, str, int, str], tuple[Pending, int]] = {}
+        self._turn = threading.Lock()  # groups are submitted while a batch is scored
 
     def close(self) -> None:
         """End the worker processes, if there are any, and give up what was begun."""
@@ -118,7 +120,8 @@ class RuleScorer:
                 ``index``, which the batch must have as well.
         """
         for part, _, own in self._shares(rows):
-            pending = part.reward.begin(own)
+            with self._turn:
+                pending = part.reward.begin(own)
             if pending is not None:
                 pending = cache(pending)
                 self._begun |= {key: (pending, i) for i, key in enumerate(_keys(part.name, own))}
@@ -197,7 +200,8 @@ class RuleScorer:
         begun = [self._begun.get(key) for key in _keys(part.name, rows)] if self._begun else [None] * len(rows)
         late = [i for i, found in enumerate(begun) if found is None]
         rest = rows if len(late) == len(rows) else rows.select_idxs(late)
-        pending = (part.reward.begin(rest) if late else list) or (lambda: part.reward.score(rest))
+        with self._turn:
+            pending = (part.reward.begin(rest) if late else list) or (lambda: part.reward.score(rest))
 
         def wait() -> list[Score]:
             fresh = iter(pending())

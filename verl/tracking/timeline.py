@@ -18,7 +18,7 @@ Spans = Sequence[tuple[str, float, float]]
 STAGES = {
     "update": ("update_actor", "update_critic"),
     "process": ("old_log_prob", "ref", "values", "reward", "adv", "actor_log_probs", "reference_log_probs", "full_kl",
-                "score", "hear"),
+                "score"),
     "transfer": ("update_weights", "publish", "exported_weights", "write_weights", "load_weights"),
     "rollout": ("gen", "wait_rollout", "generate", "advance"),
     "validation": ("testing",),
