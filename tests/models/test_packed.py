@@ -156,11 +156,17 @@ def test_attention_within_a_row(sizes: list[tuple[int, list[int]]], share: bool,
     packed = pack_rows(prompts, responses, 12, groups if share else None).filled(ALL_ROWS.padded)
     tokens, used = packed.input_ids.shape[0], int(packed.cu_seqlens[-1])
     generator = torch.Generator().manual_seed(tokens)
-    query, key, value = (torch.randn(n, tokens, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
-    out = PackedContext(packed).attend(0, query, key, value, AttentionRule(0.7, window))
-    expected = attention_by_token(packed, query, key, value, 0.7, window)
+    leaves = [
+        torch.randn(n, tokens, 4, generator=generator, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)
+    ]
+    out = PackedContext(packed).attend(0, *leaves, AttentionRule(0.7, window))
+    expected = attention_by_token(packed, *leaves, 0.7, window)
     torch.testing.assert_close(out[:used], expected[:used], atol=1e-12, rtol=0)
     assert out.isfinite().all()
+    factor = torch.randn(used, 4, 4, generator=generator, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad((x[:used] * factor).sum(), leaves) for x in (out, expected))
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, atol=1e-12, rtol=0)
 
 
 def test_nothing_of_another_row_comes_near() -> None:

@@ -156,15 +156,25 @@ def block_attention(query: Tensor, key_t: Tensor, value: Tensor, bias: Tensor, r
     Returns:
         (B, R, D) in the query's dtype.
     """
+    return weighted_values(block_probs(query, key_t, bias, rule), value)
+
+
+def block_probs(query: Tensor, key_t: Tensor, bias: Tensor, rule: AttentionRule) -> Tensor:
+    """Attention weights (B, R, L) of :func:`block_attention`, in the query's dtype."""
     batch, rows, length = query.shape[0], query.shape[1], key_t.shape[2]
     n, t = bias.shape[:2]
     scores = torch.bmm(query, key_t).view(n, batch // n, rows // t, t, length)
-    probs = attention_probs(scores, bias[:, None, None], rule, query.dtype).view(batch, rows, length)
+    return attention_probs(scores, bias[:, None, None], rule, query.dtype).view(batch, rows, length)
+
+
+def weighted_values(probs: Tensor, value: Tensor) -> Tensor:
+    """(B, R, L) weights and (B, L, D) values to (B, R, D), summed by blocks of keys."""
+    length = probs.shape[2]
     if length <= KEY_BLOCK:
         return torch.bmm(probs, value)
-    wide = wide_dtype(query.dtype)
+    wide = wide_dtype(probs.dtype)
     out = torch.bmm(probs[:, :, :KEY_BLOCK].contiguous(), value[:, :KEY_BLOCK].contiguous()).to(wide)
     for start in range(KEY_BLOCK, length, KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)
         out = out + torch.bmm(probs[:, :, block].contiguous(), value[:, block].contiguous()).to(wide)
-    return out.to(query.dtype)
+    return out.to(probs.dtype)

@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(..., H) in the dtype of x, and what x was multiplied by (..., 1) in float32."""
     wide = x.to(wide_dtype(x.dtype))
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype), scale
 
 

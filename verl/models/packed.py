@@ -9,13 +9,21 @@ Shape legend: T packed tokens, S segments, M response tokens, see also :mod:`ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl.models.attention import AttentionContext, AttentionRule, block_attention, mask_bias
+from verl.models.attention import (
+    AttentionContext,
+    AttentionRule,
+    block_attention,
+    block_probs,
+    mask_bias,
+    weighted_values,
+)
 
 QUERY_BUCKET = 8
 KEY_BUCKET = 32
@@ -134,42 +142,136 @@ class _Bucket:
     query_index: Tensor  # (N, t) packed positions; padded queries repeat the last one
     key_index: Tensor  # (N, L) packed positions, the prefix first; padded keys repeat the last one
     query_place: Tensor  # (N, t) place of the query in its row, the prefix counted
+    query_real: Tensor  # (N, t) bool: not padded
     key_valid: Tensor  # (N, L) bool
+
+
+Shapes = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _HeadRows:
+    """Which rows of (T * A, D) queries and (T * K, D) keys the buckets' matmuls take, bucket after bucket."""
+
+    queries: Tensor  # (N, K, G, t) of each bucket
+    keys: Tensor  # (N, K, L) of each bucket
+    query_shapes: Shapes  # (N * K, G * t)
+    key_shapes: Shapes  # (N * K, L)
+    padded: Tensor  # places in ``queries`` of rows that are there once more
+    outs: Tensor  # (T * A,) each row's place in ``queries``; 0 for tokens that only fill T up
+    real: int  # rows of other tokens, which come first
+
+    @classmethod
+    def of(cls, buckets: list[_Bucket], tokens: int, heads: int, kv_heads: int) -> _HeadRows:
+        device = buckets[0].query_index.device
+        head = torch.arange(heads, device=device).view(kv_heads, -1, 1)
+        queries = [x.query_index[:, None, None] * heads + head for x in buckets]
+        keys = [x.key_index[:, None] * kv_heads + torch.arange(kv_heads, device=device)[:, None] for x in buckets]
+        real = [x.query_real[:, None, None].expand(rows.shape) for x, rows in zip(buckets, queries, strict=True)]
+        flat, flat_keys, flat_real = (torch.cat([x.reshape(-1) for x in some]) for some in (queries, keys, real))
+        outs, places = flat.new_zeros(tokens * heads), flat_real.nonzero()[:, 0]
+        outs[flat[places]] = places
+        return cls(
+            flat,
+            flat_keys,
+            [(x.shape[0] * kv_heads, x.shape[2] * x.shape[3]) for x in queries],
+            [(x.shape[0] * kv_heads, x.shape[2]) for x in keys],
+            (~flat_real).nonzero()[:, 0],
+            outs,
+            places.numel(),
+        )
+
+
+def _cut(rows: Tensor, shapes: Shapes) -> list[Tensor]:
+    """Each bucket's part of rows (..., D), as its matmuls see it."""
+    return [part.view(*shape, -1) for part, shape in zip(rows.split([n * m for n, m in shapes]), shapes, strict=True)]
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, rows: _HeadRows, biases: list[Tensor], rule: AttentionRule
+) -> Tensor:
+    """Queries (T * A, D), keys and values (T * K, D) -> (T * A, D)."""
+    gathered = key.index_select(0, rows.keys), value.index_select(0, rows.keys)
+    parts = _buckets_of(rows, [query.index_select(0, rows.queries)], gathered)
+    outs = [
+        block_attention(q, k.transpose(1, 2).contiguous(), v, bias, rule)
+        for (q, k, v), bias in zip(parts, biases, strict=True)
+    ]
+    return torch.cat([out.view(-1, out.shape[2]) for out in outs]).index_select(0, rows.outs)
+
+
+class _Attend(torch.autograd.Function):
+    """:func:`_attend` without soft cap and sinks, whose backward pass goes back by gathers and keeps less.
+
+    Weights are kept in the model's dtype alone; autograd would keep them in float32, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: _HeadRows,
+        biases: list[Tensor],
+        rule: AttentionRule,
+    ) -> Tensor:
+        query_rows = query.index_select(0, rows.queries)
+        key_rows, value_rows = (x.index_select(0, rows.keys) for x in (key, value))
+        out = torch.empty_like(query_rows)
+        probs = []
+        parts = _buckets_of(rows, (query_rows, out), (key_rows, value_rows))
+        for (q, into, k, v), bias in zip(parts, biases, strict=True):
+            probs.append(block_probs(q, k.transpose(1, 2).contiguous(), bias, rule))
+            into.copy_(weighted_values(probs[-1], v))
+        ctx.save_for_backward(query_rows, key_rows, value_rows, *probs)
+        ctx.rows, ctx.scale, ctx.keys = rows, rule.scale, key.shape
+        return out.index_select(0, rows.outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """With P the weights and dP = dO V': dV = P' dO, dS = scale P (dP - sum of P dP), dQ = dS K, dK = dS' Q."""
+        (query, key, value, *probs), rows = ctx.saved_tensors, ctx.rows
+        grad = grads[0].index_select(0, rows.queries).index_fill_(0, rows.padded, 0.0)
+        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+        parts = _buckets_of(rows, (query, grad, grad_query), (key, value, grad_key, grad_value))
+        for (q, g, into_q, k, v, into_k, into_v), p in zip(parts, probs, strict=True):
+            torch.bmm(p.transpose(1, 2), g, out=into_v)
+            by_probs = torch.bmm(g * ctx.scale, v.transpose(1, 2))
+            by_scores = torch._softmax_backward_data(by_probs, p, -1, p.dtype)
+            torch.bmm(by_scores, k, out=into_q)
+            torch.bmm(by_scores.transpose(1, 2), q, out=into_k)
+        by_query = grad_query.index_select(0, rows.outs)
+        by_query[rows.real :] = 0.0
+        by_key, by_value = (x.new_zeros(ctx.keys).index_add_(0, rows.keys, x) for x in (grad_key, grad_value))
+        return by_query, by_key, by_value, None, None, None
+
+
+def _buckets_of(rows: _HeadRows, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Each bucket's parts of what lies as queries do, then of what lies as keys do."""
+    cut = [_cut(x, rows.query_shapes) for x in queries] + [_cut(x, rows.key_shapes) for x in keys]
+    return zip(*cut, strict=True)
 
 
 class PackedContext:
     """Causal attention within each segment and over its prefix."""
 
     def __init__(self, packed: PackedBatch) -> None:
-        self._buckets, self._order = _bucket(packed)
-        self._queries = _joined([bucket.query_index for bucket in self._buckets])
-        self._keys = _joined([bucket.key_index for bucket in self._buckets])
+        self._buckets = _bucket(packed)
+        self._rows: dict[tuple[int, int], _HeadRows] = {}
         self._biases: dict[int | None, list[Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         heads, tokens, size = query.shape
-        kv_heads = key.shape[0]
-        group = heads // kv_heads
-        # One gather for all buckets: the backward of each would fill and add up a gradient over all tokens.
-        queries, keys, values = (
-            x.transpose(0, 1).reshape(tokens, -1).index_select(0, index).split(sizes)
-            for x, index, sizes in ((query, *self._queries), (key, *self._keys), (value, *self._keys))
-        )
-        outs = []
-        for i, (bucket, bias) in enumerate(zip(self._buckets, self._masks(rule.window, query.dtype), strict=True)):
-            n, t = bucket.query_index.shape
-            length = bucket.key_index.shape[1]
-            q = queries[i].view(n, t, kv_heads, group, size)
-            k, v = keys[i].view(n, length, kv_heads, size), values[i].view(n, length, kv_heads, size)
-            out = block_attention(
-                q.permute(0, 2, 3, 1, 4).contiguous().view(n * kv_heads, group * t, size),
-                k.permute(0, 2, 3, 1).contiguous().view(n * kv_heads, size, length),
-                v.transpose(1, 2).contiguous().view(n * kv_heads, length, size),
-                bias,
-                rule,
-            )
-            outs.append(out.view(n, kv_heads, group, t, size).permute(0, 3, 1, 2, 4).reshape(n * t, heads * size))
-        return torch.cat(outs).index_select(0, self._order).view(tokens, heads, size)
+        kinds = heads, key.shape[0]
+        if kinds not in self._rows:
+            self._rows[kinds] = _HeadRows.of(self._buckets, tokens, *kinds)
+        # Mostly views: layers leave the heads of a token beside each other.
+        q, k, v = (x.transpose(0, 1).reshape(-1, size) for x in (query, key, value))
+        plain = rule.softcap is None and rule.sinks is None
+        attend: Callable[..., Tensor] = _Attend.apply if plain else _attend  # type: ignore[assignment]
+        out = attend(q, k, v, self._rows[kinds], self._masks(rule.window, query.dtype), rule)
+        return out.view(tokens, heads, size)
 
     def _masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         """Biases (N, t, L) of every bucket, built once a forward for each window size."""
@@ -194,8 +296,7 @@ def decoder_states(decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, 
     return out.last_hidden_state[0]
 
 
-def _bucket(packed: PackedBatch) -> tuple[list[_Bucket], Tensor]:
-    """Buckets, and for each packed token its place among the buckets' outputs laid end to end."""
+def _bucket(packed: PackedBatch) -> list[_Bucket]:
     device = packed.input_ids.device
     starts, ends = packed.cu_seqlens[:-1].cpu(), packed.cu_seqlens[1:].cpu()
     prefix = packed.prefix_of.cpu()
@@ -204,24 +305,22 @@ def _bucket(packed: PackedBatch) -> tuple[list[_Bucket], Tensor]:
     prefix_start = torch.where(has_prefix, starts[prefix.clamp(min=0)], 0)
     prefix_length = torch.where(has_prefix, length[prefix.clamp(min=0)], 0)
     sizes = torch.stack([_round_up(length, QUERY_BUCKET), _round_up(prefix_length + length, KEY_BUCKET)], 1)
-    order = torch.zeros(packed.input_ids.shape[0], dtype=torch.int64)  # fill tokens read place 0; nobody reads them
-    buckets, offset = [], 0
+    buckets = []
     for t, keys in torch.unique(sizes, dim=0).tolist():
         members = ((sizes[:, 0] == t) & (sizes[:, 1] == keys)).nonzero()[:, 0]
         start, own, before, before_len = (x[members][:, None] for x in (starts, length, prefix_start, prefix_length))
         queries = torch.minimum(torch.arange(t), own - 1)
         places = torch.minimum(torch.arange(keys), before_len + own - 1)
         key_index = torch.where(places < before_len, before + places, start + places - before_len)
-        real = torch.arange(t) < own
-        order[(start + queries)[real]] = (offset + torch.arange(members.numel() * t).view(-1, t))[real]
-        bucket = _Bucket(start + queries, key_index, before_len + queries, torch.arange(keys) < before_len + own)
+        bucket = _Bucket(
+            start + queries,
+            key_index,
+            before_len + queries,
+            torch.arange(t) < own,
+            torch.arange(keys) < before_len + own,
+        )
         buckets.append(_Bucket(*(x.to(device) for x in bucket.__dict__.values())))
-        offset += members.numel() * t
-    return buckets, order.to(device)
-
-
-def _joined(indices: list[Tensor]) -> tuple[Tensor, list[int]]:
-    return torch.cat([index.view(-1) for index in indices]), [index.numel() for index in indices]
+    return buckets
 
 
 def _round_up(counts: Tensor, multiple: int) -> Tensor:
