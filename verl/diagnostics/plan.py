@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 BLOCK, CHUNK = 128, 1024  # keys of a block of the pool; tokens whose logits are made together
+SLICED, NARROWEST = 2**23, 1024  # numbers of the logits' gradient that exist at once; tokens of the vocabulary at least
 # Of a process that has loaded the libraries and computed nothing: measured (docs/planning.md), not derived. oneDNN,
 # which computes in half precision on a CPU, adds to it.
 LIBRARIES = {"cpu": int(0.39 * GIB), "cuda": int(0.6 * GIB)}
@@ -47,14 +48,12 @@ class Pack:
         tokens: packed.
         scores: sum over segments of padded queries x keys: of one head.
         keys: sum over segments of padded keys, those of the prompt with each of its responses.
-        long: whether keys go beyond one block, so that values are copied by block.
     """
 
     rows: int
     tokens: int
     scores: int
     keys: int
-    long: bool
 
 
 def pack(rows: int, n: int, lengths: Lengths, shared: bool) -> Pack:
@@ -70,7 +69,6 @@ def pack(rows: int, n: int, lengths: Lengths, shared: bool) -> Pack:
         groups * prompt + rows * rest,
         sum(count * t * length for count, t, length in segments),
         sum(count * length for count, _, length in segments),
-        keys > BLOCK,
     )
 
 
@@ -86,19 +84,16 @@ def kept_bytes(model: ModelFacts, part: Pack, b: int) -> int:
     """What one layer keeps for its backward pass.
 
     By token: inputs of both norms and what comes out of them (4 H), queries and the attention's output (2 A D), gate
-    and up (2 I). By key: copies of keys and values (2 K D, values twice beyond one block of 128 keys). By score: the
-    softmax in float32, and its copy for the product with the values where that is another tensor.
+    and up (2 I). By key: copies of keys and values (2 K D). By score: a weight.
     """
     width, kv = model.heads * model.head_size, model.kv_heads * model.head_size
     by_token = 4 * model.hidden + 2 * width + 2 * model.intermediate
-    by_score = 4 + (b if b < 4 or part.long else 0)
-    keys = part.keys * kv * (3 if part.long else 2)
-    return (part.tokens * by_token + keys) * b + part.scores * model.heads * by_score
+    return (part.tokens * by_token + part.keys * 2 * kv + part.scores * model.heads) * b
 
 
 def passing_bytes(model: ModelFacts, part: Pack, b: int) -> int:
     """What the backward pass of one layer needs beside that, and gives back: gradients of its scores or of its MLP."""
-    scores = part.scores * model.heads * (8 + 2 * b)
+    scores = part.scores * model.heads * 2 * b
     return max(scores, part.tokens * (4 * model.intermediate + 2 * model.hidden) * b)
 
 
@@ -230,16 +225,10 @@ def _update(config: Config, model: ModelFacts, part: Pack, gradients: int, sever
     b, saving = bytes_of(config), config.model.enable_gradient_checkpointing
     kept = activations(model, part, b, saving)
     layer = passing_bytes(model, part, b) + (kept_bytes(model, part, b) if saving else 0)
-    chunk = min(CHUNK, part.tokens) * model.vocabulary * b * head
-    own = model.vocabulary * model.hidden * (4 + b) * head  # the projection's gradient, added up in float32
-    begins = {
-        "gradients": gradients * several,
-        "activations of a micro-batch": kept,
-        "logits of a chunk and the head's gradient": chunk + own,
-    }
-    if layer > chunk + own:
-        begins = {**begins, "one layer's backward": layer}
-        begins.pop("logits of a chunk and the head's gradient")
+    some = min(max(SLICED, part.tokens * NARROWEST), part.tokens * model.vocabulary)
+    logits = head * b * max(min(CHUNK, part.tokens) * model.vocabulary, some + model.vocabulary * model.hidden)
+    begins = {"gradients": gradients * several, "activations of a micro-batch": kept}
+    begins |= {"one layer's backward": layer} if layer > logits else {"logits and the projection's gradient": logits}
     ends = {"gradients": gradients, "one layer's backward": layer}
     return max(begins, ends, key=lambda parts: sum(parts.values()))
 
