@@ -192,12 +192,12 @@ def _schedule(config: Config) -> Iterator[Problem]:
         return
     if not config.data.drop_last:
         what = "data.drop_last=false does not go with trainer.mode=async: batches must all have as many prompts"
-        yield Problem(what, None, "use trainer.mode=one_step_off")
+        yield Problem(what, False, "use trainer.mode=one_step_off")
     if config.algorithm.filter_groups.enable and trainer.max_staleness == 0:
         what = (
             "algorithm.filter_groups does not go with trainer.max_staleness=0, which samples whole batches as sync does"
         )
-        yield Problem(what, None, "use trainer.mode=sync, or allow staleness")
+        yield Problem(what, trainer.max_staleness, "use trainer.mode=sync, or allow staleness")
 
 
 def _streamed(config: Config) -> Iterator[Problem]:
@@ -243,8 +243,9 @@ def _streamed(config: Config) -> Iterator[Problem]:
         ),
     ):
         if on:
-            fix = f"change {key.partition('=')[0]}, or set trainer.stream_minibatches=false"
-            yield Problem(f"{key} does not go with trainer.stream_minibatches: {why}", None, fix)
+            name, _, value = key.partition("=")
+            fix = f"change {name}, or set trainer.stream_minibatches=false"
+            yield Problem(f"{key} does not go with trainer.stream_minibatches: {why}", value or "set", fix)
 
 
 def notices(config: Config) -> list[str]:
