@@ -79,7 +79,7 @@ def test_secrets_stay_in_the_environment_and_own_code_is_noted(warm: WarmVerl, t
     reward.write_text(reward.read_text() + "\n")
     digests.append(hashlib.sha256(reward.read_bytes()).hexdigest())
     done = warm(*words, "trainer.total_training_steps=2", log=tmp_path / "log")
-    assert done.code == 0 and f"note: {reward} has changed since this run last started" in done.out, done.err
+    assert done.code == 0 and f"note: since this run last started {reward} has changed" in done.out, done.err
     events = [json.loads(line) for line in (run / "events.log").read_text().splitlines()]
     noted = [(event["step"], event["subject"], event["detail"]) for event in events if event["kind"] == "user_code"]
     assert noted == [(step, str(reward), f"sha256 {digest}") for step, digest in enumerate(digests)]

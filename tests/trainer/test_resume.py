@@ -160,8 +160,9 @@ def test_validation_takes_place_before_at_every_third_step_and_at_the_end(whole:
 def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path, tiny_model_dir: Path) -> None:
     go(config_in(tmp_path, tiny_model_dir, GRPO, "run", total_training_steps=2))
     said = go(config_in(tmp_path, tiny_model_dir, GRPO, "run", total_training_steps=2))
-    assert "This run is finished: step 2 of 2" in said
-    go(config_in(tmp_path, tiny_model_dir, GRPO, "run", total_training_steps=3))
+    assert "This run is finished: step 2 of 2" in said and "note:" not in said
+    said = go(config_in(tmp_path, tiny_model_dir, GRPO, "run", total_training_steps=3, test_freq=-1))
+    assert "since this run last started: trainer.total_training_steps 2 -> 3, trainer.test_freq 3 -> -1\n" in said
     assert steps(tmp_path / "run") == [0, 1, 2, 3]
 
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from verl.config.aliases import canonical
+from verl.config.base import Section
 from verl.config.interpolate import escape
 from verl.config.keys import defaults, leaves
 from verl.config.load import LoadedConfig
 from verl.config.overrides import OPEN
-from verl.config.schema import Config
 from verl.config.text import one_line, visible
 from verl.json_lines import json_value
 
@@ -19,7 +19,7 @@ _WIDEST = 56
 """Columns that a line may take before its origin; longer lines push their origin aside."""
 
 
-def values_of(config: Config) -> dict[str, Any]:
+def values_of(config: Section) -> dict[str, Any]:
     """The value of every key, as JSON knows it, in the schema's order."""
     tree, found = config.model_dump(mode="json"), {}
     for key in leaves():
@@ -76,7 +76,7 @@ def as_json(loaded: LoadedConfig, keys: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def difference(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+def difference(one: Section, other: Section) -> dict[str, tuple[Any, Any]]:
     """The keys whose values differ, with both values."""
     theirs = values_of(other)
     return {key: (value, theirs[key]) for key, value in values_of(one).items() if value != theirs[key]}

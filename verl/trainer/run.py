@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
-from verl import user_code
 from verl.algorithms.advantages import find_estimator
 from verl.algorithms.policy_loss import find_policy_loss
 from verl.checkpoint.store import Checkpoint, CheckpointStore
@@ -33,6 +32,7 @@ from verl.run_dir import RunDir, write_atomic
 from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import TrackerContext, build_tracker, check_loggers
+from verl.trainer.changes import note_user_code, say_changed_settings
 from verl.trainer.loop import TrainingLoop
 from verl.trainer.run_models import check_same_start, opened, pinned
 from verl.trainer.sampling import Sampler
@@ -133,6 +133,8 @@ def take_up(
     store.clean_partial()  # which may bring back a checkpoint
     latest = store.latest() if again else None
     checkpoint = store.open(latest) if latest is not None else find_checkpoint(config, store, run_dir)
+    if checkpoint is not None and not again:
+        say_changed_settings(config, run_dir, console)
     if checkpoint is not None and checkpoint.step >= total_steps:
         say_finished(console, run_dir, checkpoint.step, total_steps)
         return True, checkpoint
@@ -199,7 +201,7 @@ def _attempt(
         return
     state = TrainerState.fresh(config, inputs.loader)
     write_skipped(run_dir, {"train": inputs.loader.dataset, "val": inputs.validation})
-    _note_user_code(run_dir, checkpoint.step if checkpoint else 0, console)
+    note_user_code(run_dir, checkpoint.step if checkpoint else 0, console)
     if not restarts:
         _describe(console, config, inputs, total_steps)
     timer = StepTimer()
@@ -243,15 +245,6 @@ def _attempt(
             raise
     run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
     write_report(run_dir)
-
-
-def _note_user_code(run_dir: RunDir, step: int, console: Console) -> None:
-    before = {event.subject: event.detail for event in run_dir.read_events() if event.kind == "user_code"}
-    for file, digest in user_code.LOADED.items():
-        if before.get(file, f"sha256 {digest}") != f"sha256 {digest}":
-            console.print(f"note: {file} has changed since this run last started", soft_wrap=True, markup=False)
-        run_dir.log_event("user_code", file, f"sha256 {digest}", step)
-    user_code.LOADED.clear()  # a later run of this process may have others
 
 
 def say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:
