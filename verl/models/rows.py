@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -104,8 +105,15 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, least: int) -> Tens
     """One call over (..., T, H); what fills it up to ``least`` rows is taken off again."""
     rows = x.shape[-2]
     if rows < least:
-        return _linear_packed(F.pad(x, (0, 0, 0, least - rows)), packed, bias, "none", [], "")[..., :rows, :]
+        fill = _zeros((*x.shape[:-2], least - rows, x.shape[-1]), x.dtype)
+        return _linear_packed(torch.cat([x, fill], -2), packed, bias, "none", [], "")[..., :rows, :]
     return _linear_packed(x, packed, bias, "none", [], "")
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def _holder(weight: Tensor) -> Tensor:
