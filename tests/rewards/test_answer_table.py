@@ -15,6 +15,7 @@ from sympy import Symbol
 
 from verl.errors import RewardError
 from verl.rewards import maths
+from verl.rewards.math_values import surely_differ, value_at_a_point, value_of
 from verl.rewards.rules import gsm8k, math
 
 GSM8K_TEST = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
@@ -217,6 +218,62 @@ def test_these_are_not(gold, answer):
     assert verdict(gold, answer) == 0.0
 
 
+VALUES = r"""
+2\sqrt{2}
+2\cdot 3\sqrt{5}
+-x^2 + 3x - 1
+(x+1)^2 - (x-1)
+\frac{\pi}{2} + 1
+\frac{x+1}{2x}
+\frac{1}{3}\frac{x}{2}
+-2^{3} \times 4
+2(x+3)(x-1)
+x^{1/2}/3
+\sqrt{x^2+1} - -2
+12\pi
+3 \cdot -4
+"""
+NO_VALUES = r"""
+x
+1/2x
+f(x)
+2\frac{1}{2}
+xy
+3 + 4i
+e^2
+7 2
+\log_2 8
+x = 3
+(1, 2)
+(x+1
+x^2^3
+\sqrt{-4}
+1/0
+10^{999}
+10^{17} + 1 - 10^{17}
+x - x
+5!
+3x +
+2^-1
+x^23
+"""
+
+
+@pytest.mark.parametrize("text", VALUES.strip().splitlines())
+def test_values_of_simple_expressions_are_those_of_the_verifier(text):
+    parsed = maths._parsed(text)
+    expected = parsed.subs({name: value_of(str(name)) for name in parsed.free_symbols}).evalf()
+    assert value_at_a_point(text) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_what_is_not_simple_has_no_value_and_nothing_differs_surely_that_is_the_same():
+    assert [text for text in NO_VALUES.strip().splitlines() if value_at_a_point(text) is not None] == []
+    table = [(maths.clean(gold), maths.clean(answer)) for gold, answer in pairs(SAME)]
+    assert sum(value_at_a_point(answer) is not None for _, answer in table) > 40
+    assert not any(surely_differ(*pair) for pair in table)
+    assert surely_differ(r"5\sqrt{2}", r"5\sqrt{3}") and not surely_differ(r"\sqrt{8}", r"2\sqrt{2}")
+
+
 @pytest.mark.parametrize(
     ("response", "gold", "score"),
     [
@@ -284,7 +341,7 @@ def test_b119_a_verifier_that_fails_is_no_verdict(monkeypatch):
     monkeypatch.setattr(maths, "_math_verify", lambda: (lambda text: [Symbol(text)], broken))
     maths._parsed.cache_clear()
     with pytest.raises(ValueError, match="main thread"):
-        verdict("x^2", "y^2")
+        verdict("x^2 = 3", "y^2 = 3")
     maths._parsed.cache_clear()
 
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.errors import RewardError
+from verl.rewards.math_values import surely_differ
 from verl.rewards.written_numbers import whole_number
 
 LONGEST = 400  # characters of an answer; more is a text
@@ -255,7 +256,7 @@ def _depth_holds(text: str) -> bool:
 
 
 def _same_by_algebra(gold: str, answer: str) -> bool:
-    if not _bounded(answer):
+    if not _bounded(answer) or surely_differ(gold, answer):
         return False
     left, right = _parsed(gold), _parsed(answer)
     if left is None or right is None or _is_nothing(left) or _is_nothing(right):
