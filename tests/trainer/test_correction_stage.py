@@ -129,8 +129,10 @@ def test_the_full_kl_end_to_end(tmp_path: Path, tiny_model_dir: Path, where: str
     else:
         override["algorithm"] = {"use_kl_in_reward": True, "kl_penalty": "full"}
         name = "actor/reward_kl_penalty"
-    values = [line[name] for line in run(config_of(tmp_path, tiny_model_dir, "grpo", override))]
+    lines = run(config_of(tmp_path, tiny_model_dir, "grpo", override))
+    values = [line[name] for line in lines]
     assert values[0] == 0.0 and 0 < values[1] < values[-1]
+    assert len({line["training/ref_checksum"] for line in lines}) == 1  # what the doctor looks at
 
 
 def test_bypass_with_reinforce_end_to_end(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -80,7 +80,8 @@ def reference_is_base(evidence: Evidence) -> Iterator[Finding]:
 
 
 def reference_is_frozen(evidence: Evidence) -> Iterator[Finding]:
-    ratio, moved = evidence.series("training/ref_ratio_diff_mean"), evidence.series("actor/weights_moved")
+    moved = evidence.series("actor/weights_moved")  # a KL over the whole vocabulary leaves no ratio
+    ratio = evidence.series("training/ref_ratio_diff_mean") or evidence.series("actor/kl_loss")
     first = next((step for step, share in moved.items() if share > 0), None)
     later = {step: value for step, value in ratio.items() if first is not None and step > first}
     if later and max(later.values()) == 0:

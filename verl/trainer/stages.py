@@ -96,7 +96,7 @@ def process(
     for columns in timed_at_once(timer, calls):
         batch = batch.union(columns)
     if (checksum := batch.meta_info.pop("ref_checksum", None)) is not None:
-        metrics["training/ref_checksum"] = Metric(checksum, 1.0, "mean")
+        metrics["training/ref_checksum"] = Metric(checksum, 1.0, "max")
     correction = config.algorithm.rollout_correction
     if correction.active and not correction.bypass_mode:
         batch.batch["importance_weights"], found = correct_rollout(

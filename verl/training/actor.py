@@ -22,6 +22,7 @@ from verl.protocol import DataProto
 from verl.training.micro_batches import Limits, MicroBatch
 from verl.training.optimizer import MasterWeights, Optimizer
 from verl.training.passes import Passes
+from verl.training.reference import sampled_sum
 
 LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
 OPTIONAL_COLUMNS = ("ref_log_probs", "importance_weights", "draws")
@@ -86,7 +87,10 @@ class Actor:
 
         rate, device = mini_batch.meta_info["learning_rate"], model_device(self.policy)
         nothing = self._rows_without_gradient(mini_batch, config)
-        return self.passes.step(self.optimizer, mini_batch, device, columns, loss_of, rate, nothing)
+        metrics = self.passes.step(self.optimizer, mini_batch, device, columns, loss_of, rate, nothing)
+        if self._reference is not None:
+            metrics["training/ref_checksum"] = Metric(sampled_sum(self._reference), 1.0, "max")
+        return metrics
 
     def _rows_without_gradient(self, mini_batch: DataProto, config: ActorConfig) -> list[int]:
         """Rows whose loss is 0 under any weights (``actor.skip_zero_loss``)."""

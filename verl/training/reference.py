@@ -26,21 +26,24 @@ class Reference:
         self.passes, self._temperature = passes, temperature
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """``ref_log_probs`` (B, R) float32; ``meta_info["ref_checksum"]``, as :meth:`checksum`."""
+        """``ref_log_probs`` (B, R) float32; ``meta_info["ref_checksum"]``, as :func:`sampled_sum`."""
         values = self.passes.column(
             batch, model_device(self.policy), lambda packed: self.policy(packed, self._temperature)[0]
         )
-        return DataProto.from_dict({"ref_log_probs": values}, meta_info={"ref_checksum": self.checksum()})
-
-    def checksum(self) -> float:
-        """Sum of up to 16 numbers of each parameter, spread over it: the same as long as nobody changes the weights."""
-        numbers = [p.detach().reshape(-1)[:: max(1, -(-p.numel() // WATCHED))] for p in self.policy.parameters()]
-        return float(torch.cat(numbers).double().sum())
+        return DataProto.from_dict({"ref_log_probs": values}, meta_info={"ref_checksum": sampled_sum(self.policy)})
 
     def full_kl(self, batch: DataProto, policy: PolicyModel) -> DataProto:
-        """``full_kl`` (B, R) float32: the KL divergence of ``policy`` from this one, over the whole vocabulary."""
+        """``full_kl`` (B, R) float32: the KL divergence of ``policy`` from this one, over the whole vocabulary; with
+        the checksum."""
 
         def divergence(packed: PackedBatch) -> Tensor:
             return policy(packed, self._temperature, self.policy)[2]
 
-        return DataProto.from_dict({"full_kl": self.passes.column(batch, model_device(self.policy), divergence)})
+        values = self.passes.column(batch, model_device(self.policy), divergence)
+        return DataProto.from_dict({"full_kl": values}, meta_info={"ref_checksum": sampled_sum(self.policy)})
+
+
+def sampled_sum(policy: PolicyModel) -> float:
+    """Of up to 16 numbers of each parameter, spread over it: the same as long as nobody changes the weights."""
+    numbers = [p.detach().reshape(-1)[:: max(1, -(-p.numel() // WATCHED))] for p in policy.parameters()]
+    return float(torch.cat(numbers).double().sum())
