@@ -76,6 +76,9 @@ def test_memory_by_hand(model: Path) -> None:
     assert update["activations of a micro-batch"] == 2 * layer + 4 * 2048 + 2 * 52 * 64 * 4
     assert update["gradients"] == 0
     assert process.stages["rollout"]["keys and values"] == 8 * 2 * 2 * 2 * 16 * 128 * 4  # one block for each of 8
+    assert update["the embedding's gradient"] == 264 * 64 * 4 * 2  # and that of the tied projection
+    own = sum(process.held.values()) - process.held["libraries"] + sum(update.values())
+    assert update["holes between tensors"] == pytest.approx(0.17 * (own - update["holes between tensors"]), abs=1)
     assert process.peak == sum(process.held.values()) + sum(process.stages[process.peak_stage].values())
     assert needed([process]) == process.peak
 
@@ -94,6 +97,9 @@ def test_ranks_share_what_is_sharded(model: Path) -> None:
         assert process.count == 4
         assert process.held["actor optimizer state"] == 8 * share
         assert ("rollout weights" in process.held) == (strategy == "fsdp2")  # a copy of the engine's own
+        update = process.stages["actor update"]
+        assert update.get("its sum over the ranks", 0) == (strategy == "fsdp2") * 2 * 4 * 264 * 64
+        assert "holes between tensors" not in update  # of a CPU's heap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

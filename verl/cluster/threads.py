@@ -10,10 +10,11 @@ from verl.config import Config, SupervisedConfig
 # How threads wait for work; the count, of looks before they sleep, is GNU's alone.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 # glibc hands freed tensors back to the system, which has to clear every page of the next one: a second and more of a
-# training step. As its environment variables and as its function mallopt knows them: nothing is mapped by itself, and
-# the heap does not shrink.
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-MALLOPT = {-4: 0, -1: -1}
+# training step. As its environment variables and as its function mallopt knows them: nothing is mapped by itself, the
+# heap does not shrink, and there is one for all threads: what one has freed, as those that exchange gradients, another
+# can take.
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
+MALLOPT = {-4: 0, -1: -1, -8: 1}
 
 
 def available_cores() -> int:

@@ -28,6 +28,9 @@ SLICED, NARROWEST = 2**23, 1024  # numbers of the logits' gradient that exist at
 # which computes in half precision on a CPU, adds to it.
 LIBRARIES = {"cpu": int(0.39 * GIB), "cuda": int(0.6 * GIB)}
 ONEDNN = int(0.13 * GIB)
+# Free memory between tensors, by what a worker's heap holds: measured (docs/planning.md). A worker keeps what it has
+# freed, and glibc's aligned allocation passes over a hole that is just large enough.
+HOLES = 0.17
 CACHED = 0.5  # most of the free memory that keys and values take where nobody says how much
 
 
@@ -147,7 +150,8 @@ def processes(
         b = bytes_of(config)
         held = {"libraries": _libraries(b, spec.device), "rollout weights": _frozen(model, b, spec.device)}
         stage = _rollout(config, spec, model, lengths, memory - sum(held.values()), plan.rollout[0].count)
-        found.append(Process(f"{spec.pool}: rollout", spec.count, spec.device, held, {"rollout": stage}))
+        process = Process(f"{spec.pool}: rollout", spec.count, spec.device, held, {"rollout": stage})
+        found.append(_with_holes(process))
     return found
 
 
@@ -201,7 +205,7 @@ def _group(
         several = part.rows < available
         # Sharded gradients are whole until the last backward pass of an optimizer step adds them up over the ranks.
         gradients = 4 * (facts.parameters if several or not sharded else -(-facts.parameters // ranks))
-        stages[f"{role} update"] = _update(config, facts, part, gradients, several, role == "actor")
+        stages[f"{role} update"] = _update(config, facts, part, gradients, several, role == "actor", sharded)
     if "reference" in group.roles:
         held["reference weights"] = _frozen(model, b, device)
         most, tokens = config.reference_batch()
@@ -217,20 +221,39 @@ def _group(
     width = config.data.max_prompt_length + config.data.max_response_length
     whole = config.data.train_batch_size * config.rollout.n
     held["columns of a batch"] = whole * (24 * width + 30 * config.data.max_response_length)
-    return Process(f"{group.pool}: {group.named_roles}", ranks, device, held, stages)
+    return _with_holes(Process(f"{group.pool}: {group.named_roles}", ranks, device, held, stages))
 
 
-def _update(config: Config, model: ModelFacts, part: Pack, gradients: int, several: bool, head: bool) -> dict[str, int]:
-    """The larger of two moments: the backward pass of a micro-batch begins, or it ends and all gradients are there."""
+def _with_holes(process: Process) -> Process:
+    """On a CPU, also what its heap keeps between tensors."""
+    if process.device == "cpu":
+        held = sum(process.held.values()) - process.held["libraries"]
+        for parts in process.stages.values():
+            parts["holes between tensors"] = int(HOLES * (held + sum(parts.values())))
+    return process
+
+
+def _update(
+    config: Config, model: ModelFacts, part: Pack, gradients: int, several: bool, head: bool, sharded: bool
+) -> dict[str, int]:
+    """What a micro-batch's backward pass holds layer by layer, or all gradients behind it; and what is as large as the
+    embedding, which finds no hole among what is smaller."""
     b, saving = bytes_of(config), config.model.enable_gradient_checkpointing
-    kept = activations(model, part, b, saving)
+    words = model.vocabulary * model.hidden
     layer = passing_bytes(model, part, b) + (kept_bytes(model, part, b) if saving else 0)
     some = min(max(SLICED, part.tokens * NARROWEST), part.tokens * model.vocabulary)
-    logits = head * b * max(min(CHUNK, part.tokens) * model.vocabulary, some + model.vocabulary * model.hidden)
-    begins = {"gradients": gradients * several, "activations of a micro-batch": kept}
-    begins |= {"one layer's backward": layer} if layer > logits else {"logits and the projection's gradient": logits}
-    ends = {"gradients": gradients, "one layer's backward": layer}
-    return max(begins, ends, key=lambda parts: sum(parts.values()))
+    logits = head * b * max(min(CHUNK, part.tokens) * model.vocabulary, some)
+    begun = {
+        "gradients": gradients * several,
+        "activations of a micro-batch": activations(model, part, b, saving),
+        "one layer's backward" if layer > logits else "logits": max(layer, logits),
+    }
+    ended = {"gradients": gradients}
+    # A tied projection's gradient waits for the embedding's; another comes to float32 before that.
+    large = {"the embedding's gradient": words * (b * (1 + (head and model.tied)))}
+    if sharded:  # in float32, by gloo in a copy
+        large["its sum over the ranks"] = 4 * words * 2
+    return max(begun, ended, key=lambda parts: sum(parts.values())) | large
 
 
 def _rollout(
