@@ -8,10 +8,16 @@ from torch import nn
 from toy_models import ALL_FAMILIES, random_policy
 
 from verl.models.packed import PackedContext, pack_rows
+from verl.models.plain import _Turn
 from verl.models.policy import PolicyModel
 
 PLAIN = {"llama", "qwen2", "qwen2-windows", "qwen3", "mistral", "smollm3"}
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7], [*range(30)]]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.models.plain.ROWS", 2)
 
 
 def states(policy: PolicyModel) -> torch.Tensor:
@@ -29,9 +35,27 @@ def test_bits_of_the_modules(family: str) -> None:
 
 
 def same_bits(policy: PolicyModel) -> None:
+    """Without gradients and with them, which are those of the modules up to rounding."""
     with torch.no_grad():
         found = states(policy)
-    assert torch.equal(found, states(policy).detach())  # with gradients the modules compute
+    ours, theirs = differentiated(policy), differentiated(policy.train())
+    assert torch.equal(found, ours[0]) and torch.equal(found, theirs[0])
+    for own, other in zip(ours, theirs, strict=True):
+        assert (own - other).norm() <= (1e-5 if own.dtype == torch.float32 else 2e-2) * other.norm()
+    policy.eval()
+
+
+def differentiated(policy: PolicyModel) -> list[torch.Tensor]:
+    """The states, and the gradient of their weighted sum."""
+    policy.zero_grad()
+    found = states(policy)
+    (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum().backward()
+    return [found.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
+
+
+def test_gradients_of_turning() -> None:
+    x, sin, cos = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 3, 8), (5, 1, 8), (5, 1, 8)))
+    assert torch.autograd.gradcheck(lambda x: _Turn.apply(x, cos, sin), x.requires_grad_())
 
 
 def test_layers_without_positions_are_not_taken_for_others() -> None:

@@ -189,7 +189,7 @@ def _logit_grad(
     *_, targets, entropy, normaliser = ctx.saved_tensors
     logits = temper(projected, ctx.temperature, ctx.logits_of)
     slope = ctx.logits_of.slope(logits, ctx.temperature or 1.0)
-    log_p = logits - normaliser[part, None]
+    log_p = logits.sub_(normaliser[part, None])  # a tensor of its own, or what the gradient will overwrite
     own, of_entropy = grad_log_probs[part, None], grad_entropy[part, None]
     if with_entropy:
         p = log_p.exp()

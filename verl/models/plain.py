@@ -1,18 +1,20 @@
-"""The layers of Llama and its kin where nothing is differentiated: the bits of their modules in half the operations.
+"""The layers of Llama and its kin without their modules: the same bits in half the operations.
 
 While a response is generated the model sees a few rows at a time, and what its modules do around the arithmetic takes
-as long as the arithmetic. Here queries and keys are turned together and sums overwrite what nobody reads again.
+as long as the arithmetic. Here queries and keys are turned together and sums overwrite what nobody reads again. Where
+there are gradients, the turning of each is one autograd node.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.models.attention import AttentionContext, AttentionRule
-from verl.models.fused import gated_mlp, rms_norm
+from verl.models.fused import ROWS, gated_mlp, rms_norm
 from verl.models.packed import decoder_states, pack_rows
 from verl.models.rows import RowLinear, RowRule, linear_rows
 from verl.models.support import PROBE, NotingContext
@@ -49,17 +51,24 @@ class PlainDecoder:
             )
             if hasattr(attention, "q_norm"):
                 query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
-            turned = _turned(torch.cat([query, key], 1), *turn).transpose(0, 1)
-            query, key = turned[: query.shape[1]], turned[query.shape[1] :]
+            if torch.is_grad_enabled():
+                query, key = (_Turn.apply(part, *turn).transpose(0, 1) for part in (query, key))  # type: ignore[no-untyped-call]
+            else:
+                turned = _turned(torch.cat([query, key], 1), *turn).transpose(0, 1)
+                query, key = turned[: query.shape[1]], turned[query.shape[1] :]
             seen = context.attend(number, query, key, value.transpose(0, 1), attention_rule).reshape(len(x), -1)
-            x = linear_rows(seen, attention.o_proj.weight, attention.o_proj.bias, rule).add_(x)
+            x = _sum(linear_rows(seen, attention.o_proj.weight, attention.o_proj.bias, rule), x)
             normed = _norm(layer.post_attention_layernorm, x)
-            x = gated_mlp(normed, *((part.weight, part.bias) for part in _gated(mlp)), rule).add_(x)  # type: ignore[call-arg,arg-type]
+            x = _sum(gated_mlp(normed, *((part.weight, part.bias) for part in _gated(mlp)), rule), x)  # type: ignore[call-arg,arg-type]
         return _norm(decoder.norm, x)
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon)
+
+
+def _sum(new: Tensor, x: Tensor) -> Tensor:
+    return new + x if torch.is_grad_enabled() else new.add_(x)
 
 
 def _gated(mlp: Any) -> tuple[Any, Any, Any]:
@@ -77,6 +86,36 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     other = torch.cat([x[..., half:], x[..., :half]], -1)
     return x.mul_(cos).add_(other.mul_(sin))
+
+
+class _Turn(torch.autograd.Function):
+    """:func:`_turned` of a copy; the gradient is turned back. Keeps nothing but the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty_like(x)
+        for part, c, s, into in _parts(x, cos, sin, out):
+            _turned(into.copy_(part), c, s)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        half = cos.shape[-1] // 2
+        out = torch.empty_like(grads[0])
+        for grad, c, s, into in _parts(grads[0], cos, sin, out):
+            other = grad * s
+            torch.mul(grad, c, out=into)
+            into[..., :half].add_(other[..., half:])
+            into[..., half:].add_(other[..., :half])
+        return out, None, None
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows that stay in a core's cache."""
+    rows = ROWS * torch.get_num_threads() if tensors[0].device.type == "cpu" else 2**31
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 @torch.no_grad()

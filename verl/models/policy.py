@@ -88,7 +88,8 @@ class PolicyModel(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states (T, H) of packed tokens (T,), T of :meth:`RowRule.padded`."""
-        if not torch.is_grad_enabled() and self._plain is not None and self._plain.whole:
+        modules = torch.is_grad_enabled() and self.model.training  # they may be told to compute again
+        if not modules and self._plain is not None and self._plain.whole:
             return self._plain(input_ids, position_ids, context)
         return decoder_states(self.model.base_model, input_ids, position_ids, context)
 
