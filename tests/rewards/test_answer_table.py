@@ -266,11 +266,17 @@ def test_values_of_simple_expressions_are_those_of_the_verifier(text):
     assert value_at_a_point(text) == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_what_is_not_simple_has_no_value_and_nothing_differs_surely_that_is_the_same():
+def test_what_is_not_simple_has_no_value_and_nothing_differs_surely_that_is_the_same(monkeypatch):
     assert [text for text in NO_VALUES.strip().splitlines() if value_at_a_point(text) is not None] == []
     table = [(maths.clean(gold), maths.clean(answer)) for gold, answer in pairs(SAME)]
     assert sum(value_at_a_point(answer) is not None for _, answer in table) > 40
     assert not any(surely_differ(*pair) for pair in table)
+
+    def never() -> None:
+        raise AssertionError("asked for algebra")
+
+    monkeypatch.setattr(maths, "_math_verify", never)
+    assert verdict(r"5\sqrt{2}", r"5\sqrt{3}") == verdict("x^2 + 1", "x^2 - 1") == 0.0
     assert surely_differ(r"5\sqrt{2}", r"5\sqrt{3}") and not surely_differ(r"\sqrt{8}", r"2\sqrt{2}")
 
 
@@ -286,7 +292,7 @@ def test_what_is_not_simple_has_no_value_and_nothing_differs_surely_that_is_the_
         (r"\boxed{\$1{,}000}", "1000", 1), (r"\boxed{42}\n#### 7", "42", 1), (r"\\boxed{42}", "42", 1),
     ],
 )  # fmt: skip
-def test_which_text_is_the_answer(response, gold, score):
+def test_b128_b129_b130_which_text_is_the_answer(response, gold, score):
     assert math(response, gold)["score"] == score
 
 

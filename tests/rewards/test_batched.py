@@ -136,6 +136,16 @@ def test_a_batch_function_cannot_change_the_rows(scorer_of):
     assert out.non_tensor_batch["score"].tolist() == [1.0, 1.0] and shared == {"list": []} and prompt == CHAT
 
 
+def test_b130_a_box_in_the_prompt_is_no_answer():
+    texts = ["I do not know.", r"\boxed{42}"]
+    batch = batch_of(texts, prompts=[r"Answer as in \boxed{42}."] * 2, truths=["42", "42"])
+    for rule in ("math", "boxed"):
+        assert RuleScorer(RewardConfig(rule=rule, num_workers=0)).score(batch).non_tensor_batch["score"].tolist() == [
+            0,
+            1,
+        ]
+
+
 def test_async_batch_functions_and_callable_objects(scorer_of):
     body = """
     class Reward:

@@ -47,7 +47,7 @@ GSM8K_TEST = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "t
         ("#### 1.2.3", "1.2", 0), ("#### 10*2", "10", 0), ("#### 7, 8", "7", 1), ("#### **72**", "72", 0),
     ],
 )  # fmt: skip
-def test_gsm8k_strict(response, truth, score):
+def test_b131_b132_gsm8k_strict(response, truth, score):
     assert gsm8k(response, truth) == score
 
 
@@ -61,7 +61,7 @@ def test_gsm8k_strict(response, truth, score):
         ("v1.72", "72", 0), ("it lost $-5", "-5", 1), ("a loss of -$5.", "-5", 1), ("72.", "72", 1),
     ],
 )  # fmt: skip
-def test_gsm8k_flexible(response, truth, score):
+def test_b131_b132_gsm8k_flexible(response, truth, score):
     assert gsm8k(response, truth, method="flexible") == score
 
 

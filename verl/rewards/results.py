@@ -113,6 +113,8 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
+    if type(value) is float:
+        return value
     if not isinstance(value, Real):
         return None
     try:

@@ -58,7 +58,7 @@ def _value(signed: str, magnitude: str, denominator: str | None) -> Fraction | N
     digits = magnitude.replace(",", "")
     if len(digits) > MAX_DIGITS or len(denominator or "") > MAX_DIGITS:
         return None
-    value = Fraction(digits)
+    value = Fraction(int(digits) if digits.isdigit() else digits)  # it reads whole numbers slowly
     if denominator is not None:
         if not int(denominator):
             return None
