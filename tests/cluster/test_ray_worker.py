@@ -28,7 +28,7 @@ set_environment(1)  # as the command line does for a run over Ray
 import numpy as np
 import ray
 import torch
-from verl.cluster.ray_runtime import _answers_anybody
+from verl.cluster.ray_runtime import _answers_anybody, _require_listener
 from verl.cluster.start import start_workers
 from verl.errors import VerlError
 from verl.protocol import DataProto
@@ -77,6 +77,13 @@ with start_workers(config, lines.append, None, lambda *event: events.append(even
     probe = Path(sys.argv[2])
     address = ray.get_runtime_context().gcs_address
     found["answers_anybody"] = _answers_anybody(address)
+    held = {key: os.environ.pop(key) for key in list(os.environ) if key.startswith("RAY_AUTH_")}
+    try:
+        _require_listener(address)
+    except VerlError as error:
+        found["joined without"] = [str(error), error.bad_input]
+    os.environ.update(held)
+    _require_listener(address)
     bare = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(probe.parent)}
     clients = {}
     for name, token in (("without", None), ("wrong", "0" * 64), ("right", os.environ["RAY_AUTH_TOKEN"])):
@@ -180,6 +187,8 @@ def test_b159_a_client_without_the_token_is_refused(found: dict[str, Any], clien
 
 def test_that_it_asks_for_a_token_is_seen(found: dict[str, Any]) -> None:
     assert found["answers_anybody"] is False
+    said, bad_input = found["joined without"]
+    assert said.startswith("the Ray cluster at cluster.address asks for a token") and bad_input
 
 
 def test_a_client_with_the_token_is_served(found: dict[str, Any]) -> None:

@@ -11,10 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -66,17 +66,25 @@ def ray_running(config: Config, plan: Plan, report: Callable[[str], None]) -> It
 
 
 def _answers_anybody(address: str) -> bool:
-    """Whether Ray at this address serves a client without a token.
+    """Whether Ray at this address serves a client without a token."""
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH_")}
+    return _knock(address, bare | {"RAY_AUTH_MODE": "disabled"}) == "served"
+
+
+def _knock(address: str, environment: Mapping[str, str]) -> Literal["served", "refused", "unknown"]:
+    """What becomes of a client with this environment.
 
     A process of its own asks: in this one, Ray keeps the token that it was started with.
     """
     ask = "import sys, ray._raylet as r; r.GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, timeout=5)"
-    bare = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH_")}
     command = [sys.executable, "-c", ask, address]
     with suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, env=bare | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, timeout=30)
-        return done.returncode == 0
-    return False
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=30)
+        if done.returncode == 0:
+            return "served"
+        if b"AuthenticationError" in done.stderr:
+            return "refused"
+    return "unknown"
 
 
 def _object_store(config: Config, plan: Plan) -> int:
@@ -141,9 +149,7 @@ def _start_ray(config: Config, cpus: int, object_store: int) -> str:
         raise ClusterError(
             f"Ray could not be {'reached' if address else 'started'}: {error}",
             address,
-            "check cluster.address; where the cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
-            if address
-            else "run with cluster.backend=inline to do without Ray",
+            "check cluster.address" if address else "run with cluster.backend=inline to do without Ray",
         ) from error
     if address is None and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         raise ClusterError(
@@ -185,3 +191,9 @@ def _require_listener(address: str) -> None:
             address,
             "start a cluster there (ray start --head), or leave cluster.address out for a local Ray",
         ) from error
+    if _knock(address, os.environ) == "refused":  # Ray itself would try for twenty seconds
+        raise ClusterError(
+            "the Ray cluster at cluster.address asks for a token, and this run has none or another",
+            address,
+            "export RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN with the cluster's token",
+        )
