@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from verl.cli import main
 from verl.cluster.placement import make_plan
 from verl.config import Config, dump_yaml, load_config
 from verl.diagnostics.plan import GIB, Lengths, activations, kept_bytes, largest_pack, needed, pack, processes, smaller
-from verl.diagnostics.plan_time import batch_words, given, stages_of
+from verl.diagnostics.plan_time import batch_words, calibrate, given, stages_of
 from verl.models.attention import ATTENTION_NAME
 from verl.models.facts import ModelFacts, read_facts
 from verl.models.loading import load_causal_lm
@@ -180,3 +181,12 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "lots" in capsys.readouterr().err
     assert main(["plan", str(file), "--gpus", "8"]) == 2
     assert "--memory" in capsys.readouterr().err
+
+
+def test_the_calibration_does_what_the_run_will_and_adds_up_layers(model: Path) -> None:
+    """A model of 100 layers takes 99 times what a layer more took, on top of one."""
+    config, facts = config_of(model), read_facts(str(model))
+    speeds = [calibrate(config, dataclasses.replace(facts, layers=layers), "cpu", 8, 1, LENGTHS) for layers in (2, 100)]
+    steps = [speed.decode_step(8) for speed in speeds]
+    assert 1e-5 < steps[0] < 5 and 5 < steps[1] / steps[0] < 200  # of a busy machine, too
+    assert all(speed.flops > 1e6 and "measured with 1 and 3 layers" in speed.source for speed in speeds)

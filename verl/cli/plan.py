@@ -139,7 +139,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         speed = given(model, bytes_of(config), lengths, arguments.tflops, arguments.bandwidth)
     elif device == "cpu" or machine.gpus:
         rows = min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n)
-        speed = calibrate(model, device, config.model.dtype, rows, plan.groups[0].threads)
+        speed = calibrate(config, model, device, rows, plan.groups[0].threads, lengths)
     stages = stages_of(config, plan, model, critic, lengths, speed) if speed else []
     if arguments.simulate is not None:
         if speed is None:

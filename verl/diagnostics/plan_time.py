@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from verl.diagnostics.plan import Lengths, largest_pack, pack, shares
+from verl.diagnostics.plan import Lengths, Pack, largest_pack, pack, shares
 from verl.models.facts import ModelFacts
 
 if TYPE_CHECKING:
     from verl.cluster.placement import Plan
     from verl.config import BatchPlan, Config
 
-# Of a backward pass's time the share of its large matmuls; the rest is attention, norms and the optimizer.
-MATMUL_SHARE = 0.5
-CALIBRATION = 0.5  # seconds of each of the two measurements
+PASSES = 3  # forwards that a forward and a backward pass cost
+# Of the calibration: layers of its two models, tokens of a micro-batch and of a sequence at most, repetitions.
+LAYERS, PACKED, LONGEST, TIMES = (1, 3), 256, 256, 3
 
 
 @dataclass(frozen=True)
@@ -80,47 +81,95 @@ def _role_words(config: Config, role: str, batch: BatchPlan, ranks: int, lengths
     )
 
 
-def calibrate(model: ModelFacts, device: str, dtype: str, rows: int, threads: int) -> Speed:
-    """A second of matmuls of the model's widths on this machine: many rows, and as many as are decoded at once."""
+def calibrate(config: Config, model: ModelFacts, device: str, rows: int, threads: int, lengths: Lengths) -> Speed:
+    """Two models of the run's shape, with one and with three layers of random weights, do on this machine what the run
+    will: a forward and backward pass over a micro-batch, and tokens of ``rows`` responses at once in the engine. What
+    the layer more took is taken for every layer."""
     import torch
-
-    from verl.models.rows import choose_row_rule, linear_rows
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    kind = {"device": device, "dtype": getattr(torch, dtype)}
-    count = max(2, min(16, 2**26 // (model.intermediate * model.hidden)))  # more than a cache holds
-    weights = [torch.randn(model.intermediate, model.hidden, **kind) for _ in range(count)]
-
-    example = torch.nn.Linear(model.hidden, model.intermediate, bias=False, **kind)
-    rule = choose_row_rule(example)
-
-    def seconds_of(rows: int) -> float:
-        x, times = torch.randn(rule.padded(rows), model.hidden, **kind), 0
-        for weight in weights:  # laid out once
-            linear_rows(x, weight, None, rule)
-        start = perf_counter()
-        while times < count or perf_counter() - start < CALIBRATION:
-            linear_rows(x, weights[times % count], None, rule)
-            times += 1
-            if device == "cuda":
-                torch.cuda.synchronize()
-        return (perf_counter() - start) / times
-
     try:
-        with torch.no_grad():
-            many, few = seconds_of(512), seconds_of(rows)
+        small, large = (_measure(config, layers, device, rows, lengths) for layers in LAYERS)
     finally:
         torch.set_num_threads(before)
-    size = model.intermediate * model.hidden
-    flops = 2 * 512 * size / many
-    step = few / size * model.multiplied
+    (part, first, token), (_, more, later) = small, large
+    beyond = (model.layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+    seconds, step = first + beyond * max(more - first, 0.0), token + beyond * max(later - token, 0.0)
+    flops = PASSES * _forward_flops(model, part) / seconds
     return Speed(
-        flops * MATMUL_SHARE,
+        flops,
         lambda _: step,
-        f"measured: {flops / 1e9:,.0f} GFLOP/s in matmuls of {threads} thread{'s'[: threads > 1]}, of which "
-        f"{MATMUL_SHARE:.0%} are taken to be attained; {step * 1e3:.1f} ms for a token of {rows} responses",
+        f"measured with {LAYERS[0]} and {LAYERS[1]} layers on {threads} thread{'s'[: threads > 1]}: "
+        f"{flops / 1e9:,.0f} GFLOP/s in training, {step * 1e3:.1f} ms for a token of {rows} responses",
     )
+
+
+def _measure(config: Config, layers: int, device: str, rows: int, lengths: Lengths) -> tuple[Pack, float, float]:
+    """What was packed, and the seconds of its forward and backward pass, and of a token of all ``rows``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from verl.models.attention import ATTENTION_NAME
+    from verl.models.loading import load_config
+    from verl.models.packed import pack_rows
+    from verl.models.policy import PolicyModel
+    from verl.rollout.embedded import EmbeddedEngine, EngineLimits
+    from verl.rollout.protocol import Request, SamplingParams, Slot
+
+    shape = load_config(config.model.path, config.model.trust_remote_code)
+    text = shape.get_text_config()
+    text.num_hidden_layers, text.layer_types = layers, (getattr(text, "layer_types", None) or [])[:layers] or None
+    built = AutoModelForCausalLM.from_config(
+        shape, dtype=getattr(torch, config.model.dtype), attn_implementation=ATTENTION_NAME
+    )
+    policy = PolicyModel(built.to(device))
+    n, prompt = config.rollout.n, min(lengths.prompt, LONGEST)
+    response = min(lengths.response, LONGEST)
+    taken = largest_pack(rows, n, Lengths(prompt, response), shares(config), None, PACKED)
+    packed = pack_rows(
+        [[1] * prompt] * taken.rows,
+        [[1] * response] * taken.rows,
+        response,
+        [row // n for row in range(taken.rows)] if shares(config) else None,
+    )
+    packed = packed.to(device) if device != "cpu" else packed
+
+    def train() -> None:
+        policy(packed, 1.0)[0].sum().backward()
+        policy.zero_grad(set_to_none=True)
+
+    def decode() -> Callable[[], object]:
+        middle = min(prompt + response // 2, LONGEST)
+        params = SamplingParams(8 * TIMES, ignore_eos=True)
+        engine = EmbeddedEngine(policy, _NoText(), EngineLimits(rows, longest=middle + 8 * TIMES), ())  # type: ignore[arg-type]
+        engine.submit([Request(Slot(str(row // n), row % n), [1] * middle, params) for row in range(rows)])
+        fed = -1
+        while fed != (fed := engine.stats().prefill_tokens):  # until no prompt is fed any more
+            engine.step()
+        return engine.step
+
+    return taken, _median_seconds(train), _median_seconds(decode())
+
+
+class _NoText:
+    """As much of a tokenizer as an engine asks for that looks for no stop strings."""
+
+    def decode(self, ids: object) -> str:
+        return ""
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    import torch
+
+    times = []
+    for _ in range(TIMES):
+        start = perf_counter()
+        work()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        times.append(perf_counter() - start)
+    return median(times)
 
 
 def given(model: ModelFacts, b: int, lengths: Lengths, tflops: float, bandwidth: float) -> Speed:
@@ -132,6 +181,10 @@ def given(model: ModelFacts, b: int, lengths: Lengths, tflops: float, bandwidth:
         return max((model.parameters * b + rows * cache) / (bandwidth * 1e9), compute)
 
     return Speed(tflops * 1e12, step, f"given: {tflops:g} TFLOP/s and {bandwidth:g} GB/s a process")
+
+
+def _forward_flops(model: ModelFacts, part: Pack) -> float:
+    return 2.0 * model.multiplied * part.tokens + 4.0 * model.layers * model.heads * model.head_size * part.scores
 
 
 def stages_of(
@@ -150,17 +203,14 @@ def stages_of(
     whole = pack(rows, n, lengths, shares(config))
 
     def add(name: str, facts: ModelFacts, forwards: int, role: str) -> None:
-        flops = (
-            2.0 * facts.multiplied * whole.tokens + 4.0 * facts.layers * facts.heads * facts.head_size * whole.scores
-        )
-        flops *= forwards
+        flops = forwards * _forward_flops(facts, whole)
         found.append(Stage(name, whole.tokens, flops, flops / plan.group_of(role).count / speed.flops))
 
     if config.off_policy or config.actor.recompute_old_log_probs == "always":
         add("old log-probs", model, 1, "actor")
     if config.uses_reference:
         add("reference log-probs", model, 1, "reference")
-    passes = 3 + config.model.enable_gradient_checkpointing
+    passes = PASSES + config.model.enable_gradient_checkpointing
     if critic is not None:
         add("values", critic, 1, "critic")
         add("critic update", critic, passes * config.critic_batch(plan.group_of("critic").count).epochs, "critic")
