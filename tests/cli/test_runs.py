@@ -274,3 +274,33 @@ def test_every_command_finds_runs_alike(command: list[str], capsys: pytest.Captu
     code, out, err = say(*command, "mine", capsys=capsys)
     assert (code, "no complete checkpoint" in err) == ((2, True) if command[0] == "export" else (0, False))
     assert command[0] != "report" or out == "runs/mine/report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "holds"),
+    [
+        ("watch runs/a --json", lambda told: (told["metrics"]["critic/score/mean"], told["planned_steps"]) == (0.4, 4)),
+        ("watch runs/a --json", lambda told: told["status"] == "finished" and told["events"][0]["kind"] == "started"),
+        ("report runs/a --json", lambda told: Path(told["report"]).read_text().startswith("<!")),
+        ("report runs/a runs/b --json", lambda told: told == {"report": "runs/a/compare.html"}),
+        ("serve runs/a --port 0 --json", lambda told: told["url"].startswith("http://127.0.0.1:")),
+        ("presets --json", lambda told: "group advantages" in told["cispo"]),
+        ("metrics explain actor/lr --json", lambda told: (told[0]["name"], told[0]["unit"]) == ("actor/lr", "rate")),
+        ("metrics reference --json", lambda told: told["Critic"][0]["name"] == "critic/vf_loss"),
+        ("config explain lr --json", lambda told: {"actor.optim.lr", "critic.optim.lr"} <= _keys(told)),
+        ("config explain actor.optim --json", lambda told: all(key.startswith("actor.optim.") for key in _keys(told))),
+        ("config explain --json", lambda told: "data.seed" in _keys(told)),
+    ],
+)  # fmt: skip
+def test_what_machines_read(
+    line: str, holds: Callable[[Any], bool], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        make(name)
+    monkeypatch.setattr("verl.tracking.serve.serve", lambda server: server.server_close())
+    assert entry.main(line.split()) == 0
+    assert holds(json.loads(capsys.readouterr().out))
+
+
+def _keys(told: list[dict[str, Any]]) -> set[str]:
+    return {fact["key"] for entry in told for fact in entry["keys"]}

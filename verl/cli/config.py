@@ -44,6 +44,7 @@ def add(commands: Commands) -> None:
         "  verl config explain actor.optim.lr",
     )
     explain.add_argument("key", nargs="*", metavar="KEY", help="a key or section in any spelling; none: all sections")
+    explain.add_argument("--json", action="store_true", help="the same as text, and the facts of each key, as JSON")
 
     diff = command(
         config,
@@ -113,8 +114,12 @@ def _sorted(words: list[str]) -> tuple[str | None, list[str], list[str]]:
 
 
 def _explain(arguments: argparse.Namespace) -> None:
-    from verl.config.explain import explain, overview
+    from verl.config.explain import explain, in_parts, overview
+    from verl.run_dir import json_line
 
+    if arguments.json:
+        print(json_line([in_parts(word) for word in arguments.key or [""]]))
+        return
     print("\n\n".join(map(explain, arguments.key)) if arguments.key else overview())
 
 

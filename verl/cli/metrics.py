@@ -18,6 +18,7 @@ def add(commands: Commands) -> None:
         "  verl metrics explain actor/grad_norm",
     )
     explain.add_argument("name", nargs="+", metavar="NAME", help="as in metrics.jsonl")
+    explain.add_argument("--json", action="store_true", help="as JSON")
     reference = command(
         metrics,
         "reference",
@@ -26,17 +27,23 @@ def add(commands: Commands) -> None:
         "  verl metrics reference --out metrics.md",
     )
     reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    reference.add_argument("--json", action="store_true", help="in place of the page, as JSON")
 
 
 def _explain(arguments: argparse.Namespace) -> None:
     from verl.config.names import did_you_mean
     from verl.errors import ConfigError
+    from verl.run_dir import json_line
     from verl.tracking.metric_table import names, row_of
 
+    found = []
     for name in arguments.name:
         row = row_of(name)
         if row is None:
             raise ConfigError("no such metric", name, f"{did_you_mean(name, names())}verl metrics reference lists all")
+        found.append(row._asdict() | {"name": name})
+        if arguments.json:
+            continue
         print(f"{name}\n  {row.meaning}")
         for label, text in (
             ("formula", row.formula),
@@ -46,9 +53,13 @@ def _explain(arguments: argparse.Namespace) -> None:
         ):
             if text:
                 print(f"  {label + ':':<10} {text}")
+    if arguments.json:
+        print(json_line(found))
 
 
 def _reference(arguments: argparse.Namespace) -> None:
-    from verl.tracking.metric_table import reference
+    from verl.run_dir import json_line
+    from verl.tracking.metric_table import TABLE, reference
 
-    write_page(reference(), arguments.out)
+    tables = {title: [row._asdict() for row in rows] for title, rows in TABLE.items()}
+    write_page(json_line(tables) + "\n" if arguments.json else reference(), arguments.out)

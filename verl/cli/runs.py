@@ -44,6 +44,7 @@ def add(commands: Commands) -> None:
     )
     watch.add_argument("run", help=RUN_HELP)
     watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
+    watch.add_argument("--json", action="store_true", help="one picture as JSON")
 
     profile = command(
         commands,
@@ -61,6 +62,7 @@ def add(commands: Commands) -> None:
     serve.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's gets a token")
     serve.add_argument("--port", type=not_negative, default=8266, help="default 8266; 0: any that is free")
+    serve.add_argument("--json", action="store_true", help="the address as JSON")
 
     report = command(
         commands,
@@ -71,15 +73,21 @@ def add(commands: Commands) -> None:
     )
     report.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
     report.add_argument("--out", type=Path, help="file to write (default: report.html or compare.html in the run)")
+    report.add_argument("--json", action="store_true", help="the path as JSON")
 
 
 def _watch(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from verl.run_dir import json_line
     from verl.tracking.runs import find_run
-    from verl.tracking.watch import watch
+    from verl.tracking.watch import Watcher, watch
 
-    watch(find_run(arguments.run), Console(highlight=False), arguments.once)
+    run = find_run(arguments.run)
+    if arguments.json:
+        print(json_line(Watcher(run).snapshot()))
+    else:
+        watch(run, Console(highlight=False), arguments.once)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
@@ -96,10 +104,11 @@ def _profile(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
+    from verl.run_dir import json_line
     from verl.tracking.serve import ReportServer, serve
 
     server = ReportServer(_distinct(arguments.run), arguments.host, arguments.port)
-    print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+    print(json_line({"url": server.url}) if arguments.json else f"{server.url}  (Ctrl-C ends it)", flush=True)
     serve(server)
 
 
@@ -110,13 +119,15 @@ def _distinct(names: list[str]) -> list[RunDir]:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    from verl.run_dir import json_line
     from verl.tracking.report import write_comparison, write_report
 
     runs = _distinct(arguments.run)
     if len(runs) == 1:
-        print(write_report(runs[0], arguments.out))
+        page = write_report(runs[0], arguments.out)
     else:
-        print(write_comparison(runs, arguments.out or runs[0].path / "compare.html"))
+        page = write_comparison(runs, arguments.out or runs[0].path / "compare.html")
+    print(json_line({"report": str(page)}) if arguments.json else page)
 
 
 def _scale(arguments: argparse.Namespace) -> None:

@@ -33,13 +33,15 @@ def add(commands: Commands) -> None:
     )
     train.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
 
-    command(
-        commands,
-        "presets",
-        "list the presets of verl train",
-        lambda arguments: print(list_presets()),
-        "  verl presets",
-    )
+    listing = command(commands, "presets", "list the presets of verl train", _presets, "  verl presets")
+    listing.add_argument("--json", action="store_true", help="{name: what it sets up}")
+
+
+def _presets(arguments: argparse.Namespace) -> None:
+    from verl.config.overlays import presets
+    from verl.run_dir import json_line
+
+    print(json_line(presets()) if arguments.json else list_presets())
 
 
 def list_presets() -> str:

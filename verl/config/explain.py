@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
 
 from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, alias_sections, aliases_in, canonical
 from verl.config.fields import facts
@@ -42,6 +44,14 @@ def explain(word: str) -> str:
         return f"{spelled} is no key; what is meant may be:\n\n{_known(MISNOMERS[key])}"
     shown, fix = unknown(spelled, key)
     raise ConfigError(f"unknown key {shown}", None if shown == spelled else spelled, fix)
+
+
+def in_parts(word: str) -> dict[str, Any]:
+    """The same for programs: as ``text``, and as the facts of every key of ours that the word stands for; of all keys
+    for an empty one."""
+    text, names = (explain(word), named(word.partition("=")[0])) if word else (overview(), [""])
+    keys = [key for key in leaves() if any(name in ("", key) or key.startswith(f"{name}.") for name in names)]
+    return {"asked": word, "text": text, "keys": [asdict(facts(key)) for key in keys]}
 
 
 def named(spelled: str) -> list[str]:

@@ -11,6 +11,7 @@ import time
 import tty
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,8 @@ class Watcher:
 
     def lines(self, columns: int, rows: int) -> list[Text]:
         """The most important first; at most ``rows - 1`` lines."""
-        events = self._run_dir.read_events()
-        if self._metrics.read() or len(events) != self._events:
-            self._steps, self._events = merged_steps(self._metrics.records)[0], len(events)
-            self._warnings = doctor.warnings(self._run_dir, self._steps, events)
+        run, events = self._look()
         steps, room = self._steps, max(1, rows - 1)
-        run = overview_of(self._run_dir, steps, summarize(steps), events)
         kl_label = next((found[0] for line in reversed(steps) if (found := names.kl(line))), "KL")
         lines = [
             *self._head(run, columns),
@@ -94,6 +91,25 @@ class Watcher:
             if len(lines) + len(own) <= room:
                 lines += own
         return lines[:room]
+
+    def snapshot(self) -> dict[str, Any]:
+        """What :meth:`lines` tells, for programs; ``metrics`` of the last step, ``seconds_left`` at its pace."""
+        run, events = self._look()
+        self._shown_samples()
+        return asdict(run) | {
+            "seconds_left": time_left(self._steps, run.planned_steps),
+            "metrics": self._steps[-1] if self._steps else {},
+            "warnings": [asdict(finding) for finding in self._warnings],
+            "events": [asdict(event) for event in events],
+            "samples": [asdict(row) for row in self._samples],
+        }
+
+    def _look(self) -> tuple[RunOverview, list[EventRecord]]:
+        events = self._run_dir.read_events()
+        if self._metrics.read() or len(events) != self._events:
+            self._steps, self._events = merged_steps(self._metrics.records)[0], len(events)
+            self._warnings = doctor.warnings(self._run_dir, self._steps, events)
+        return overview_of(self._run_dir, self._steps, summarize(self._steps), events), events
 
     def _head(self, run: RunOverview, columns: int) -> list[Text]:
         of = f"/{run.planned_steps}" if run.planned_steps else ""
