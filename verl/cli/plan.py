@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verl.cluster.placement import Plan
     from verl.config import Config
     from verl.diagnostics.plan import Lengths, Process
+    from verl.diagnostics.plan_time import Speed
     from verl.models.facts import ModelFacts
 
 _EPILOG = """\
@@ -91,19 +92,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl.cli.init import this_machine
     from verl.cluster.placement import make_plan
     from verl.config import load_config
-    from verl.diagnostics.plan import Lengths, bytes_of, needed, processes, smaller
-    from verl.diagnostics.plan_time import batch_words, calibrate, given, stages_of
+    from verl.diagnostics.plan import Lengths, needed, processes, smaller
+    from verl.diagnostics.plan_time import batch_words, stages_of
     from verl.json_lines import json_line
     from verl.models.facts import read_facts
-    from verl.tracking.runs import find_run
 
-    source, overrides = settings(arguments.words)
-    if source is None and arguments.simulate:
-        source = str(find_run(arguments.simulate).config)
-    if source is None and not overrides:
-        raise ConfigError("there is no configuration to plan", None, "verl plan my.yaml [key=value ...]")
-    if (arguments.tflops is None) != (arguments.bandwidth is None):
-        raise ConfigError("--tflops and --bandwidth belong together", None, "give both, or neither to measure")
+    source, overrides = _source(arguments)
     machine = this_machine()
     gpus = machine.gpus if arguments.gpus is None else arguments.gpus
     if gpus and not machine.gpus and arguments.memory is None:
@@ -134,12 +128,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if not fits:
         options = smaller(config, plan.groups[0].count)
         advice = next((e for e in options if needed(of(built(e))[1]) <= (1 - SPARE) * memory), None)
-    device, speed = plan.groups[0].device, None
-    if arguments.tflops is not None:
-        speed = given(model, bytes_of(config), lengths, arguments.tflops, arguments.bandwidth)
-    elif device == "cpu" or machine.gpus:
-        rows = min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n)
-        speed = calibrate(config, model, device, rows, plan.groups[0].threads, lengths)
+    speed = _speed(config, plan, model, lengths, arguments, bool(machine.gpus))
     stages = stages_of(config, plan, model, critic, lengths, speed) if speed else []
     if arguments.simulate is not None:
         if speed is None:
@@ -157,6 +146,36 @@ def _plan(arguments: argparse.Namespace) -> int:
     _print_time(stages, speed.source if speed else None)
     _print_verdict(needed(found), memory, fits, advice, bool(gpus))
     return int(not fits)
+
+
+def _source(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The configuration file, or that of the run to simulate, and the settings."""
+    from verl.tracking.runs import find_run
+
+    source, overrides = settings(arguments.words)
+    if source is None and arguments.simulate:
+        source = str(find_run(arguments.simulate).config)
+    if source is None and not overrides:
+        raise ConfigError("there is no configuration to plan", None, "verl plan my.yaml [key=value ...]")
+    if (arguments.tflops is None) != (arguments.bandwidth is None):
+        raise ConfigError("--tflops and --bandwidth belong together", None, "give both, or neither to measure")
+    return source, overrides
+
+
+def _speed(
+    config: Config, plan: Plan, model: ModelFacts, lengths: Lengths, arguments: argparse.Namespace, gpu: bool
+) -> Speed | None:
+    """As given, or measured here; None of a GPU that is not here."""
+    from verl.diagnostics.plan import bytes_of
+    from verl.diagnostics.plan_time import calibrate, given
+
+    if arguments.tflops is not None:
+        return given(model, bytes_of(config), lengths, arguments.tflops, arguments.bandwidth)
+    actor = plan.groups[0]
+    if actor.device != "cpu" and not gpu:
+        return None
+    rows = min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n)
+    return calibrate(config, model, actor.device, rows, actor.threads, lengths)
 
 
 def _simulated(
