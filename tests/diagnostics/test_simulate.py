@@ -63,7 +63,7 @@ def test_it_says_what_the_real_loops_do_under_a_virtual_clock(mode: Mode, stalen
 
     paper = Setting(
         overlap.PROMPTS, overlap.N, overlap.WORKERS, overlap.PLACES, overlap.TOKEN, overlap.TRAINING, length,
-        overlap.LONGEST,
+        overlap.LONGEST, updates=4,
     )  # fmt: skip
     real = overlap.simulate(mode, staleness, unit, length, 6, overlap.VirtualClock())
     found = predict(paper, mode, 6, staleness, unit or "sample")

@@ -199,9 +199,9 @@ def _simulated(
         training = sum(stage.seconds for stage in stages if stage.name != "rollout")
         mean = lengths.response if arguments.lengths else longest / 4
         drawn, source = long_tailed(mean, longest), f"{speed.source}; lengths log-normal"
-    setting = Setting(
-        config.data.train_batch_size, n, workers, places, token, training, drawn_from(drawn), max(longest, *drawn)
-    )
+    prompts, length = config.data.train_batch_size, drawn_from(drawn)
+    updates = max(1, prompts // config.streamed_prompts)
+    setting = Setting(prompts, n, workers, places, token, training, length, max(longest, *drawn), updates)
     mean = sum(drawn) / len(drawn)
     rows = config.data.train_batch_size * n
     words = (

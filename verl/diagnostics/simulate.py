@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -29,7 +30,7 @@ from verl.tracking.summary import read_metrics
 if TYPE_CHECKING:
     from verl.config import Config
 
-Mode = Literal["sync", "one_step_off", "async"]
+Mode = Literal["sync", "streamed", "one_step_off", "async"]  # streamed: sync with trainer.stream_minibatches
 Length = Callable[[Slot], int]
 TAIL = 0.8  # sigma of a log-normal length
 EVENTS = 60_000  # responses that are simulated for one figure, about
@@ -123,6 +124,7 @@ class Setting:
         training: seconds of a step beside sampling.
         length: tokens of a response.
         longest: most of them.
+        updates: optimizer steps of a step.
     """
 
     prompts: int
@@ -133,6 +135,7 @@ class Setting:
     training: float
     length: Length
     longest: int
+    updates: int = 1
 
     def sampling(self) -> Sampling:
         return Sampling(self.workers, self.places, self.token, self.length)
@@ -159,6 +162,8 @@ def predict(setting: Setting, mode: Mode, steps: int, staleness: int = 1, unit: 
     sampling.publish(0.0)
     if mode == "async":
         ends, trained = _stream(setting, sampling, steps, staleness, unit)
+    elif mode == "streamed":
+        ends, trained = _mini_batches(setting, sampling, steps), sampling.sampled
     else:
         ends, trained = _batches(setting, sampling, steps, ahead=mode == "one_step_off"), sampling.sampled
     return Predicted((ends[-1] - ends[0]) / (steps - 1), 1 - trained / sampling.sampled)
@@ -175,6 +180,27 @@ def _batches(setting: Setting, sampling: Sampling, steps: int, ahead: bool) -> l
         if step < steps:
             sampling.submit(setting.batch(step), start)
             now = max(ends[-1], sampling.finish())
+    return ends
+
+
+def _mini_batches(setting: Setting, sampling: Sampling, steps: int) -> list[float]:
+    """Each mini-batch is trained as soon as so many groups are complete and the one before is trained."""
+    ends: list[float] = []
+    now, size = 0.0, setting.prompts // setting.updates
+    for step in range(steps):
+        sampling.submit(setting.batch(step), now)
+        done: Counter[str] = Counter()
+        complete: list[float] = []  # when each group was
+        while len(complete) < setting.prompts:
+            at = sampling.next_event()
+            sampling.run(at)
+            done.update(answer.slot.uid for answer in sampling.answers)
+            finished = {answer.slot.uid for answer in sampling.answers}
+            complete += [at] * sum(done[uid] == setting.n for uid in finished)
+            sampling.answers.clear()
+        for ready in complete[size - 1 :: size]:
+            now = max(now, ready) + setting.training / setting.updates
+        ends.append(now)
     return ends
 
 
@@ -286,14 +312,20 @@ def _in_turn(lengths: Sequence[int], n: int) -> Length:
     return lambda slot: lengths[int(slot.uid.split(":")[1]) * n + slot.index]
 
 
-SCHEDULES: tuple[tuple[Mode, int], ...] = (("sync", 0), ("one_step_off", 1), ("async", 1), ("async", 2), ("async", 4))
+SCHEDULES: tuple[tuple[str, Mode, int], ...] = (
+    ("sync", "sync", 0),
+    ("sync, stream_minibatches", "streamed", 0),
+    ("one_step_off", "one_step_off", 1),
+    *((f"async, max_staleness {staleness}", "async", staleness) for staleness in (1, 2, 4)),
+)
 
 
 def table(setting: Setting, workers: Sequence[int]) -> dict[str, list[Predicted]]:
     """Every schedule with each of these numbers of workers."""
     steps = max(6, min(30, EVENTS // (setting.prompts * setting.n)))
     found: dict[str, list[Predicted]] = {}
-    for mode, staleness in SCHEDULES:
-        label = f"async, max_staleness {staleness}" if mode == "async" else mode
+    for label, mode, staleness in SCHEDULES:
+        if mode == "streamed" and setting.updates == 1:
+            continue
         found[label] = [predict(replace(setting, workers=count), mode, steps, staleness) for count in workers]
     return found

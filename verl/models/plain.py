@@ -17,7 +17,7 @@ from verl.models.attention import AttentionContext, AttentionRule
 from verl.models.fused import ROWS, gated_mlp, rms_norm
 from verl.models.packed import decoder_states, pack_rows
 from verl.models.rows import RowLinear, RowRule, linear_rows
-from verl.models.support import PROBE, NotingContext
+from verl.models.support import PROBE, NotingContext, probe_rows
 
 
 class PlainDecoder:
@@ -127,7 +127,8 @@ def plain_decoder(decoder: nn.Module, rule: RowRule) -> PlainDecoder | None:
     if any(type(module) is not RowLinear for module in modules if hasattr(module, "in_features")):
         return None  # its weight is not all that it computes with
     device = next(decoder.parameters()).device
-    packed = pack_rows(PROBE, [[] for _ in PROBE], 0).to(device).filled(rule.padded)
+    vocabulary = decoder.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    packed = pack_rows(probe_rows(vocabulary), [[] for _ in PROBE], 0).to(device).filled(rule.padded)
     context = NotingContext(packed)
     inputs = packed.input_ids, packed.position_ids, context
     expected = decoder_states(decoder, *inputs)

@@ -60,8 +60,7 @@ def check_support(model: PreTrainedModel) -> tuple[int, int]:
         ModelError: packed attention is not what this model needs.
     """
     name, device = type(model).__name__, next(model.parameters()).device
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    rows = [[token % vocabulary for token in row] for row in PROBE]
+    rows = probe_rows(model.get_input_embeddings().weight.shape[0])
     _check_rotary(name, model)
     heard: list[Callable[..., Tensor]] = []
     listening = MASKS_ASKED.set(heard)
@@ -96,6 +95,10 @@ def check_support(model: PreTrainedModel) -> tuple[int, int]:
                 raise ModelError(f"{name} changes its logits behind the vocabulary projection", fix=FIX)
     assert context.key_shape is not None  # as many layers attended as there are
     return context.key_shape
+
+
+def probe_rows(vocabulary: int) -> list[list[int]]:
+    return [[token % vocabulary for token in row] for row in PROBE]
 
 
 def _check_rotary(name: str, model: nn.Module) -> None:

@@ -79,6 +79,11 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def partial(self) -> bool:
+        """Whether a message has begun to arrive."""
+        return bool(self._got)
+
     def close(self) -> None:
         self._socket.close()
 

@@ -24,7 +24,7 @@ from typing import Any
 from verl.errors import RewardError
 from verl.models.memory import free_memory
 from verl.rewards.calls import Call, too_slow
-from verl.rewards.channel import Channel, pack
+from verl.rewards.channel import SEND_SECONDS, Channel, pack
 from verl.rewards.nursery import END_SECONDS, MESSAGE_BYTES
 from verl.rewards.pool_worker import IN_PROCESS, Target, heard
 from verl.rewards.results import Score
@@ -366,8 +366,9 @@ class Pool:
         """When a worker that says nothing more is given up."""
         if not worker.begun:
             return worker.since + START_SECONDS
-        grace = any(job.together for job in worker.jobs.values())
-        return worker.since + self._limit + GRACE_SECONDS * grace
+        grace = GRACE_SECONDS * any(job.together for job in worker.jobs.values())
+        sending = SEND_SECONDS * worker.channel.partial  # it is done, and its answer takes time to get here
+        return worker.since + self._limit + grace + sending
 
     def _until_due(self) -> float:
         now = time.monotonic()
