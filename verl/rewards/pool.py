@@ -187,13 +187,14 @@ class Pool:
                 selector.select(timeout)
             finally:
                 self._changed.acquire()
-            # Looked at again: this process may have been kept from looking for long, which is no call's time.
+            # Looked at again: this process may have been kept from looking for long, which is no call's time. For the
+            # same reason what was not heard by then is judged by a time before the look.
+            now = time.monotonic()
             for key, _ in selector.select(0):
                 if key.data is None:
                     self._woken.recv(4096)
                 else:
                     self._hear(key.data)
-        now = time.monotonic()
         for worker in list(self._workers):
             if worker.jobs and now > self._due(worker):
                 self._lost(worker, too_slow(self._limit))
