@@ -129,7 +129,7 @@ def test_a_worker_that_dies_fails_its_call_alone(scorer_of):
 
 
 def test_what_a_call_starts_ends_with_its_worker(scorer_of):
-    seconds = f"3{os.getpid() % 10000:04d}"  # tells these sleeps from all others
+    seconds = f"3{os.getpid() % 10000:04d}.25"  # tells these sleeps from all others, and is no process id
     popen = f"subprocess.Popen(['sleep', '{seconds}'])"
     apart = f"subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)"
     scorer = scorer_of()
