@@ -360,3 +360,10 @@ def test_b119_b136_one_third_is_right_from_any_thread_and_loop_fifty_times(worke
     asyncio.run(in_a_loop())
     scorer.close()
     assert found == [1.0] * 104
+
+
+def test_words_to_a_thread_that_cannot_read_them_wait_for_nothing():
+    pool = pool_module.Pool(1, 1, 1.0, cached=False)
+    for _ in range(5000):
+        pool._wake()
+    pool.close()

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +112,7 @@ class Pool:
         self._changed = threading.Condition()  # for all of the above
         self._thread: threading.Thread | None = None
         self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
         self._ending = False
 
     def submit(self, target: Target, calls: Sequence[Call], together: bool = False) -> list[Job]:
@@ -118,7 +120,7 @@ class Pool:
         with self._changed:
             jobs = [self._job(target, call, together) for call in calls]
             if self._thread is not None:
-                self._wakes.send(b"!")
+                self._wake()
             elif self._waiting:
                 self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
                 self._thread.start()
@@ -144,7 +146,7 @@ class Pool:
         with self._changed:
             self._ending, thread = True, self._thread
             if thread is not None:
-                self._wakes.send(b"!")
+                self._wake()
         if thread is not None:
             thread.join()
         if self._end is not None:
@@ -152,6 +154,10 @@ class Pool:
         for worker in self._workers:
             worker.channel.close()
         self._workers, self._control, self._end, self._ending = [], None, None, False
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full of such words, which it has yet to read, for which it needs the lock
+            self._wakes.send(b"!")
 
     # the pool's own thread -----------------------------------------------------------------------------------------
 
