@@ -4,6 +4,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
+TEST_PROCESSES ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -61,8 +62,9 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(PYTEST) tests/test_layers.py tests/test_imports.py
 
+# Files are handed to two processes in the order of their names: the long ones, over Ray, come early.
 test: check
-	@$(PYTEST) -m "not drill"
+	@$(PYTEST) -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not drill"
 
 drills: $(STAMP)
 	@$(PYTEST) -m drill

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -65,3 +67,20 @@ def test_the_step_is_measured_beside_the_textbook(tmp_path: Path) -> None:
     assert 0 < sum(parts.values()) <= found["verl"]["seconds"]
     assert found["ablation"].keys() >= {"nothing", "prefix sharing", "packing, prefix sharing"}
     assert "without prefix sharing" in done.stdout
+
+
+def test_what_is_learned_is_drawn(tmp_path: Path) -> None:
+    arguments = ["--quick", "--runs", tmp_path, "--recipes", "grpo", "--seeds", "1", "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "learning.py", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^\| GRPO \| 1 \| 0\.\d{3} \| 0\.\d{3} \| 0\.\d{3} \|$", done.stdout, re.MULTILINE), done.stdout
+    drawing = ElementTree.parse(tmp_path / "learning.svg").getroot()
+    lines = drawing.findall("{http://www.w3.org/2000/svg}polyline[@stroke]")
+    thick = next(line for line in lines if line.get("stroke-width") == "2.5")
+    assert len((thick.get("points") or "").split()) == 2, "before and after"
