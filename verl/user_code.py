@@ -32,7 +32,7 @@ def load_user_function(
 
     Args:
         kind: what such a file is called in messages, for example ``reward``.
-        key: the configuration's section with ``path`` and ``name``.
+        key: that names the file; ``name`` has one like it, with ``name`` for ``path``.
         error: what to raise.
         is_class: a class is wanted.
 
@@ -50,7 +50,7 @@ def load_user_function(
         if function is not None:
             what = f"The {kind} file's name is no {word}."
         listed = ", ".join(names) or "none"
-        fix = f"{did_you_mean(name, names)}{words} in the file: {listed} ({key}.name)"
+        fix = f"{did_you_mean(name, names)}{words} in the file: {listed} ({key.replace('path', 'name')})"
         raise error(what, f"{name} in {file}", fix)
     return function, file
 
@@ -77,7 +77,7 @@ def _existing(path: Path, key: str, error: type[VerlError]) -> Path:
     elif path.parent.is_dir():
         names = sorted(p.name for p in path.parent.iterdir() if p.suffix == ".py")
         fix = f"{did_you_mean(path.name, names)}Python files there: {', '.join(names) or 'none'}"
-    raise error(f"The file of {key}.path does not exist.", path, fix)
+    raise error(f"The file of {key} does not exist.", path, fix)
 
 
 def _import(file: Path, kind: str, error_class: type[VerlError]) -> ModuleType:

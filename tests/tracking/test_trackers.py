@@ -215,3 +215,26 @@ def test_a_live_display_lives_as_long_as_the_training(run: RunDir, monkeypatch: 
     console.print("after")
     left = out.getvalue().partition("stopped after step 2 of 9")[2]
     assert "▁█" in left and left.endswith("after\n") and "\x1b[A" not in left
+
+
+def test_a_tracker_of_ones_own_is_named_by_its_file(run: RunDir, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl.tracking.trackers import MetricTracker\n"
+        "class Mine(MetricTracker):\n"
+        "    def __init__(self, context): self.file = context.run_dir.path / 'mine'\n"
+        "    def log(self, step, metrics): self.file.write_text(f'{step} {metrics}')\n"
+        "class Odd: pass\n"
+    )
+    with build_tracker([f"{file}:Mine"], TrackerContext(run, 1)) as tracker:
+        tracker.log(3, {"x": 1.0})
+        tracker.samples(3, "val", [])
+    assert (run.path / "mine").read_text() == "3 {'x': 1.0}" and run.read_events() == []
+    for name, complaint in {
+        f"{file}:Min": r"no such class(.|\n)*did you mean Mine\? classes in the file: Mine, Odd \(trainer.logger\)",
+        f"{tmp_path}/min.py:Mine": "The file of trainer.logger does not exist",
+        f"{file}": r"no such class(.|\n)*classes in the file: Mine, Odd",
+        f"{file}:Odd": r"cannot be made(.|\n)*takes no arguments",
+    }.items():
+        with pytest.raises(ConfigError, match=complaint):
+            build_tracker([name], TrackerContext(run, 1))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from verl import Trainer, load_config
 from verl.run_dir import RunDir
 from verl.tracking.summary import read_metrics
-from verl.tracking.trackers import LOGGERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,13 +17,9 @@ def test_loss_estimator_reward_and_tracker(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(LOGGERS, "csv", LOGGERS["jsonl"])  # taken out again afterwards
-    spec = importlib.util.spec_from_file_location("tracker_example", ROOT / "examples" / "extending" / "tracker.py")
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     run = tmp_path / "run"
-    example.main([f"model.path={tiny_model_dir}", f"trainer.default_local_dir={run}", "trainer.device=cpu"])
+    settings = [f"model.path={tiny_model_dir}", f"trainer.default_local_dir={run}", "trainer.device=cpu"]
+    Trainer(load_config("examples/extending/grpo.yaml", settings)).fit()
 
     steps = read_metrics(RunDir(run))[0]
     assert [step["step"] for step in steps] == [1, 2]

@@ -106,4 +106,4 @@ def find_estimator(config: AlgorithmConfig, reread: bool = False) -> Estimator:
 
 @cache  # the file is read once a run
 def _user_estimator(path: str, name: str) -> Estimator:
-    return load_user_function(path, name, "estimator", "algorithm.custom_estimator", ConfigError)[0]
+    return load_user_function(path, name, "estimator", "algorithm.custom_estimator.path", ConfigError)[0]

@@ -197,7 +197,7 @@ def find_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     """
     if config.path is None:
         return POLICY_LOSSES[config.loss_mode]
-    function, file = load_user_function(config.path, config.name, "policy loss", "actor.policy_loss", ConfigError)
+    function, file = load_user_function(config.path, config.name, "policy loss", "actor.policy_loss.path", ConfigError)
     statistics = getattr(function, "statistics", None)
     _require_parameters(function, f"{config.name} in {file}", ("inputs", "config", "denominators"))
     if statistics is not None:

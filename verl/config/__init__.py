@@ -6,20 +6,25 @@ from verl.config.load import LoadedConfig, build_config, dump_yaml, load_config,
 from verl.config.names import did_you_mean, nearest
 from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema import Config
-from verl.config.schema_data import DataConfig, RewardConfig
-from verl.config.schema_roles import ActorConfig, CriticConfig, OptimConfig
-from verl.config.schema_run import RolloutConfig
+from verl.config.schema_cluster import ClusterConfig
+from verl.config.schema_data import DataConfig, ModelConfig, RewardConfig
+from verl.config.schema_roles import ActorConfig, CriticConfig, OptimConfig, RefConfig
+from verl.config.schema_run import AlgorithmConfig, RolloutConfig, TrainerConfig
 from verl.config.schema_sandbox import SandboxConfig
 from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, SupervisedConfig
 
 __all__ = [
     "ActorConfig",
+    "AlgorithmConfig",
     "BatchPlan",
+    "ClusterConfig",
     "Config",
     "CriticConfig",
     "DataConfig",
     "LoadedConfig",
+    "ModelConfig",
     "OptimConfig",
+    "RefConfig",
     "RewardConfig",
     "RewardModelTrainingConfig",
     "RolloutConfig",
@@ -27,6 +32,7 @@ __all__ = [
     "SandboxConfig",
     "SftConfig",
     "SupervisedConfig",
+    "TrainerConfig",
     "build_config",
     "did_you_mean",
     "dump_yaml",

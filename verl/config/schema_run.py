@@ -277,8 +277,8 @@ class TrainerConfig(Section):
     """sync: a mini-batch is processed and trained as soon as so many groups are complete, while the others of the batch
     are still being sampled; which groups it is made of then depends on time."""
     logger: StringList = Field(default_factory=lambda: ["console"], **in_stage("tracking"))
-    """Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, trackio; the last
-    four need their package: pip install 'verl[wandb]'."""
+    """Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, trackio (the last
+    four need their package: pip install 'verl[wandb]'), or a class of your own, my_tracker.py:MyTracker."""
     project_name: str = Field("verl", min_length=1, **in_stage("tracking"))
     """Name of the project, in the run's config.yaml and report and at tracking services."""
     experiment_name: str = Field("run", min_length=1, **in_stage("start: the run folder"))

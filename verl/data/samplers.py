@@ -225,11 +225,8 @@ class CustomSampler(Sampler):
         path, name = config.sampler.class_path, config.sampler.class_name
         assert path is not None and name is not None
         self._name = f"{name} of {path}"
-        try:
-            make, self._file = load_user_function(path, name, "sampler", "data.sampler", DataError, is_class=True)
-        except DataError as error:  # the keys of a sampler have longer names than others of their kind
-            fix = (error.fix or "").replace("data.sampler.name", "data.sampler.class_name")
-            raise DataError(error.what.replace("sampler.path", "sampler.class_path"), error.value, fix) from error
+        key = "data.sampler.class_path"
+        make, self._file = load_user_function(path, name, "sampler", key, DataError, is_class=True)
         try:
             self._own = make(data_source=dataset, data_config=config)
             self.size = len(self._own) if hasattr(self._own, "__len__") else len(dataset)

@@ -93,7 +93,7 @@ class CustomRows(RowSource):
         assert path is not None and name is not None
         self._config = config
         self.name = f"{name} of {path}"
-        make, self._file = load_user_function(path, name, "dataset", "data.custom_cls", DataError, is_class=True)
+        make, self._file = load_user_function(path, name, "dataset", "data.custom_cls.path", DataError, is_class=True)
         given = {"data_files": list(files), "tokenizer": tokenizer, "config": config}
         taken = inspect.signature(make).parameters
         optional = {"processor": None, "max_samples": max_samples}

@@ -89,7 +89,7 @@ def load_function(path: str | Path, name: str = "compute_score", kwargs: Iterabl
     Raises:
         RewardError: no such file, an exception while it is imported, no such function, or parameters that do not fit.
     """
-    function, file = load_user_function(path, name, "reward", "reward.custom_reward_function", RewardError)
+    function, file = load_user_function(path, name, "reward", "reward.custom_reward_function.path", RewardError)
     return check_function(function, name, file, kwargs)
 
 

@@ -1,7 +1,7 @@
 """Where metrics go: ``metrics.jsonl`` always, and what ``trainer.logger`` names.
 
-A tracker is one class (:class:`MetricTracker`); a new one is a class and an entry in ``LOGGERS``. :class:`Tracker`
-feeds them all, and none of them can stop the training.
+A tracker is one class (:class:`MetricTracker`), with an entry in ``LOGGERS`` or in a file that the configuration names.
+:class:`Tracker` feeds them all, and none of them can stop the training.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from verl.tracking.live import LiveTracker, StageClock
 from verl.tracking.samples import SampleRow, Split, spread
 from verl.tracking.services import SERVICES, require_service
 from verl.tracking.summary import read_metrics
+from verl.user_code import describe, load_user_function
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -232,24 +233,42 @@ LOGGERS: dict[str, Callable[[TrackerContext], MetricTracker]] = {
 }
 
 
+def _builder(name: str) -> Callable[[TrackerContext], MetricTracker]:
+    """How a tracker is built: one of ``LOGGERS``, or for ``file.py:Class`` the user's own class.
+
+    Raises:
+        ConfigError: there is none of that name, its package is missing, or its file cannot be imported.
+    """
+    path, _, class_name = name.partition(":")
+    if path.endswith(".py"):
+        make, file = load_user_function(path, class_name, "tracker", "trainer.logger", ConfigError, is_class=True)
+
+        def own(context: TrackerContext) -> MetricTracker:
+            try:
+                return make(context)  # type: ignore[no-any-return]
+            except Exception as error:
+                fix = "it is made with one argument, a TrackerContext; see docs/extending.md"
+                raise ConfigError(f"the tracker {name} cannot be made", describe(error, file), fix) from error
+
+        return own
+    if name not in LOGGERS:
+        fix = f"{did_you_mean(name, LOGGERS)}available: {', '.join(sorted(LOGGERS))}, and FILE.py:CLASS of your own"
+        raise ConfigError("unknown logger in trainer.logger", name, fix)
+    if name in SERVICES:
+        require_service(name)
+    return LOGGERS[name]
+
+
 def check_loggers(names: Sequence[str]) -> None:
-    """Raises ConfigError where ``trainer.logger`` names what is not there or not installed; imports nothing."""
+    """Raises ConfigError where ``trainer.logger`` names what is not there or not installed."""
     for name in names:
-        if name not in LOGGERS:
-            raise ConfigError(
-                "unknown logger in trainer.logger",
-                name,
-                f"{did_you_mean(name, LOGGERS)}available: {', '.join(sorted(LOGGERS))}",
-            )
-        if name in SERVICES:
-            require_service(name)
+        _builder(name)
 
 
 def build_tracker(names: Sequence[str], context: TrackerContext) -> Tracker:
-    """The trackers of a run: jsonl first, then ``names`` (``trainer.logger``, any of ``LOGGERS``) in their order.
+    """The trackers of a run: jsonl first, then ``names`` (``trainer.logger``) in their order.
 
     Raises:
-        ConfigError: an unknown name, or one whose package is missing.
+        ConfigError: as :func:`check_loggers`, or a class of the user's own cannot be made.
     """
-    check_loggers(names)
-    return Tracker(context.run_dir, {name: LOGGERS[name](context) for name in dict.fromkeys(["jsonl", *names])})
+    return Tracker(context.run_dir, {name: _builder(name)(context) for name in dict.fromkeys(["jsonl", *names])})
