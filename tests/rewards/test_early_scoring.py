@@ -205,7 +205,7 @@ def test_groups_are_given_when_their_last_response_has_ended():
             given.append((engine.steps, {name: values.tolist() for name, values in rows.non_tensor_batch.items()}))
 
     names = {"uid": ["b", "a"], "data_source": ["s", "t"], "ground_truth": ["2", "1"], "extra_info": [{}, {"k": 1}]}
-    prompts = DataProto.from_dict({}, {**names, "raw_prompt": ["p", "q"]})
+    prompts = DataProto.from_dict({}, {**names, "raw_prompt": ["p", "q"], "prompt_ids": [[1], [2]]})
     requests = [Request(slot, [1], SamplingParams(8, stop=("#",))) for slot in slots]
     scorer = Scorer()
     early = EarlyScoring(scorer, Tokenizer())  # type: ignore[arg-type]
@@ -219,5 +219,6 @@ def test_groups_are_given_when_their_last_response_has_ended():
     assert [steps for steps, _ in given[2:]] == [8]
     assert given[1][1] == {
         "uid": ["a"] * 3, "data_source": ["t"] * 3, "ground_truth": ["1"] * 3, "extra_info": [{"k": 1}] * 3,
-        "raw_prompt": ["q"] * 3, "index": [0, -1, 1], "response_text": ["a0", "a-1", "a1"],  # no token of 2 is trained
+        "raw_prompt": ["q"] * 3, "prompt_ids": [[2]] * 3,
+        "index": [0, -1, 1], "response_text": ["a0", "a-1", "a1"],  # no token of 2 is trained
     }  # fmt: skip

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
+from verl.cluster.early_scoring import PROMPT_COLUMNS, EarlyScoring
+from verl.config import RewardConfig
 from verl.config.schema_data import RewardModelConfig
 from verl.data.examples import padded
 from verl.errors import ModelError
@@ -20,6 +24,8 @@ from verl.models.packed import pack_rows
 from verl.models.policy import ValueModel
 from verl.models.tiny import EOS_ID, build_tiny, byte_tokenizer
 from verl.protocol import DataProto
+from verl.rewards.scorer import RuleScorer
+from verl.rollout.protocol import Request, Result, SamplingParams, Slot
 from verl.training.reward_model import RewardModel
 
 USER, ASSISTANT = 259, 260
@@ -36,9 +42,10 @@ def scorer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def reward_model(folder: Path, tokenizer: Any = TOKENIZER, **settings: Any) -> RewardModel:
+def reward_model(folder: Path, tokenizer: Any = TOKENIZER, alone: bool = False, **settings: Any) -> RewardModel:
     model = ValueModel(load_classifier(folder, torch.float32, attn_implementation=ATTENTION_NAME))
-    return RewardModel(model, RewardModelConfig(path=str(folder), **settings), tokenizer, [EOS_ID], TOKENIZER, 2048)
+    config = RewardModelConfig(path=str(folder), **settings)
+    return RewardModel(model, config, tokenizer, [EOS_ID], TOKENIZER, 2048, alone)
 
 
 def stock(folder: Path, ids: list[int]) -> float:
@@ -64,6 +71,41 @@ def batch_of(rows: list[tuple[str, str, str]]) -> DataProto:
 
 
 ROWS = [("a", "one", "x"), ("a", "one", "yes and no"), ("b", "a longer question", "12"), ("a", "one", "")]
+
+
+def test_in_a_process_of_its_own_it_scores_each_group_as_it_finishes(scorer_dir: Path, monkeypatch) -> None:
+    asked: list[int] = []
+    scored = RewardModel._score
+    monkeypatch.setattr(RewardModel, "_score", lambda self, rows: asked.append(len(rows)) or scored(self, rows))
+    config = RewardConfig(model={"path": str(scorer_dir)})
+    whole = scored_batch(ROWS)
+    expected = RuleScorer(config, model=reward_model(scorer_dir)).score(whole).batch["token_level_scores"]
+    with closing(RuleScorer(config, model=reward_model(scorer_dir, alone=True))) as scorer:
+        early = EarlyScoring(scorer, TOKENIZER)
+        columns = whole.non_tensor_batch
+        slots = list(map(Slot, columns["uid"], columns["index"]))
+        prompts = whole.select_idxs([0, 2]).select(batch_keys=[], non_tensor_batch_keys=PROMPT_COLUMNS)
+        early.expect([Request(slot, [1], SamplingParams(8)) for slot in slots], prompts)
+        ids = [np.array([*answer.encode(), EOS_ID], np.int32) for _, _, answer in ROWS]
+        results = [Result(s, i, i.astype(np.float32), i > 0, i, "stop") for s, i in zip(slots, ids, strict=True)]
+        early.finished(results[1:])
+        assert not scorer._begun.keys() - {("", "b", 0, (*b"12", EOS_ID))}, "of the other group one is still sampled"
+        early.finished(results[:1])
+        found = scorer.score(whole).batch["token_level_scores"]
+        assert torch.equal(found, expected) and asked == [4, 1, 3]
+        early.expect([Request(slots[2], [1], SamplingParams(8))], prompts[1:])
+        early.finished(results[2:3])
+        whole.batch["responses"][2, 2] = 7  # sampled anew: the same text, as read, but not the same ids
+        again = scorer.score(whole).batch["token_level_scores"]
+        assert torch.equal(again[[0, 1, 3]], expected[[0, 1, 3]]) and again[2, 2] != expected[2, 2]
+
+
+def scored_batch(rows: list[tuple[str, str, str]]) -> DataProto:
+    batch = batch_of(rows)
+    mask = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].bool()
+    columns = {"data_source": ["s"] * len(rows), "ground_truth": ["1"] * len(rows), "extra_info": [{}] * len(rows)}
+    index = [[other for other, _, _ in rows[:i]].count(group) for i, (group, _, _) in enumerate(rows)]
+    return batch.union(DataProto.from_dict({"response_mask": mask}, columns | {"index": index}))
 
 
 def values(model: RewardModel, batch: DataProto) -> list[float]:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from verl.data.examples import padded
 from verl.protocol import DataProto
 from verl.rewards.scorer import RuleScorer
 from verl.rollout.protocol import Request, Result, SamplingParams
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LISTENING = "listening"  # Ray's concurrency group for what is heard while the process samples or trains
-PROMPT_COLUMNS = ["uid", "data_source", "ground_truth", "extra_info", "raw_prompt"]
+PROMPT_COLUMNS = ["uid", "data_source", "ground_truth", "extra_info", "raw_prompt", "prompt_ids"]
 
 
 def for_scoring(prompts: DataProto) -> DataProto:
@@ -72,16 +73,17 @@ class EarlyScoring:
                 self._groups[uid].append(result)
                 self._missing[uid] -= 1
                 if not self._missing[uid]:
-                    self._submit(uid, [result for result in self._groups[uid] if result.loss_mask.any()])
+                    if trained := [result for result in self._groups[uid] if result.loss_mask.any()]:
+                        self._submit(uid, trained)
                     self._forget(uid)
 
     def _submit(self, uid: str, results: list[Result]) -> None:
         sampling = self._sampling[uid]
         texts = [response_text(r, self._decode, sampling.stop, sampling.min_new_tokens) for r in results]
-        rows = self._prompts[uid].repeat(len(results))
-        self._scorer.submit(
-            rows.union(DataProto.from_dict({}, {"index": [r.slot.index for r in results], "response_text": texts}))
-        )
+        ids, mask = padded([result.response_ids.tolist() for result in results])
+        own = {"index": [result.slot.index for result in results], "response_text": texts}
+        rows = DataProto.from_dict({"responses": ids, "attention_mask": mask.long()}, own)
+        self._scorer.submit(self._prompts[uid].repeat(len(results)).union(rows))
 
     def _decode(self, ids) -> str:  # type: ignore[no-untyped-def]
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)

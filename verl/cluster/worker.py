@@ -122,7 +122,7 @@ class Worker:
         if "critic" in roles:
             self._critic = self._load_critic(dtype, device)
         if "reward" in roles and self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
-            model = load_reward_model(config, device, tokenizer)
+            model = load_reward_model(config, device, tokenizer, roles == {"reward"})
             self._scorer = RuleScorer(config.reward, tokenizer.decode, self._reward, model)
             self._early = EarlyScoring(self._scorer, tokenizer)
         self._require_same_weights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +30,8 @@ class Reward:
     """Something that scores a batch of rows. This one stands for a reward model where none is loaded: in the checks
     before a run."""
 
+    _threads: ThreadPoolExecutor | None = None  # that work on what was begun
+
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
         """Refuse, before a run starts, rows of a dataset that cannot be scored. Raises RewardError."""
 
@@ -42,14 +44,24 @@ class Reward:
         raise RewardError("The reward model is not loaded here.", fix="score in the worker of a run")
 
     def begin(self, rows: DataProto) -> Pending | None:
-        """Begin to score some rows of a batch, which need ``ROW_COLUMNS`` and ``raw_prompt`` only, and return at once.
+        """Begin to score some rows of a batch, and return at once.
 
         None: it looks at a batch as a whole, or has nothing that could work meanwhile.
+
+        Args:
+            rows: columns ``ROW_COLUMNS, raw_prompt, prompt_ids``; tensors ``responses`` and their ``attention_mask``.
         """
         return None
 
+    def told(self, rows: DataProto) -> list[Hashable]:
+        """What it reads of each response: the score of another that is the same there is the same."""
+        return rows.non_tensor_batch["response_text"].tolist()
+
     def close(self) -> None:
         """Give up what was begun."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
 
 
 class RuleReward(Reward):
@@ -63,7 +75,6 @@ class RuleReward(Reward):
 
     def __init__(self, rule: Rule | None, kwargs: Mapping[str, Any], sandbox: SandboxConfig, pool: Pool | None) -> None:
         self._rule, self._kwargs, self._sandbox, self._pool = rule, dict(kwargs), sandbox, pool
-        self._threads: ThreadPoolExecutor | None = None
         if rule is not None:
             self._checked(rule)
 
@@ -89,11 +100,6 @@ class RuleReward(Reward):
             return [scores[i] for i in range(len(told))]
 
         return wait
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
 
     def _begun(self, rule: Rule, told: Sequence[tuple[str, str, Any, dict[str, Any]]]) -> Pending:
         options = {**self._kwargs, "sandbox": self._sandbox} if rule is code else self._kwargs

@@ -51,7 +51,6 @@ class Judge(Reward):
                 raise RewardError("The environment variable with the judge's key is not set.", config.api_key_env, fix)
             self._headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
         self._turn, self._next_start = threading.Lock(), 0.0
-        self._threads: ThreadPoolExecutor | None = None
 
     def score(self, rows: DataProto) -> list[Score]:
         return self.begin(rows)()
@@ -64,11 +63,6 @@ class Judge(Reward):
             self._threads = ThreadPoolExecutor(self._config.max_concurrency, "judge")
         asked = [self._threads.submit(self._judge, *row) for row in told]
         return lambda: [future.result() for future in asked]
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
 
     def _judge(self, prompt: Any, response: str, truth: Any) -> Score:
         told = {"prompt": as_text(prompt), "response": response, "ground_truth": str(truth)}

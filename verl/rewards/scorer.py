@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
@@ -84,7 +84,7 @@ class RuleScorer:
             self._parts = [*others, *judges]
             if len(self._parts) == 1:
                 self._parts = [Part("", judges[0].reward)]
-        self._begun: dict[tuple[str, str, int, str], tuple[Pending, int]] = {}
+        self._begun: dict[Hashable, tuple[Pending, int]] = {}
         self._turn = threading.Lock()  # groups are submitted while a batch is scored
 
     def close(self) -> None:
@@ -116,15 +116,15 @@ class RuleScorer:
         Rewards that look at a batch as a whole wait for it, as does whoever would take time from the generation.
 
         Args:
-            rows: columns ``response_text, data_source, ground_truth, extra_info, raw_prompt``, and ``uid`` and
-                ``index``, which the batch must have as well.
+            rows: as :meth:`verl.rewards.functions.Reward.begin` says, and columns ``uid`` and ``index``, which the
+                batch must have as well.
         """
         for part, _, own in self._shares(rows):
             with self._turn:
                 pending = part.reward.begin(own)
             if pending is not None:
                 pending = cache(pending)
-                self._begun |= {key: (pending, i) for i, key in enumerate(_keys(part.name, own))}
+                self._begun |= {key: (pending, i) for i, key in enumerate(_keys(part, own))}
 
     def score(self, batch: DataProto) -> DataProto:
         """Score every response of ``batch``.
@@ -154,7 +154,7 @@ class RuleScorer:
             found = self.judge(batch[asked], counts)
             for place, score in zip(asked.nonzero().flatten().tolist(), found, strict=True):
                 scores[place] = score
-        for key in (key for part in self._parts for key in _keys(part.name, batch)) if self._begun else ():
+        for key in (key for part in self._parts for key in _keys(part, batch)) if self._begun else ():
             self._begun.pop(key, None)
         reasons = [score.reason for score in scores if score.reason is not None]
         self._check_share(len(reasons), int(asked.sum()), reasons)
@@ -197,7 +197,7 @@ class RuleScorer:
 
     def _begin(self, part: Part, rows: DataProto) -> Pending:
         """What :meth:`submit` has not begun of these rows; waits for them all."""
-        begun = [self._begun.get(key) for key in _keys(part.name, rows)] if self._begun else [None] * len(rows)
+        begun = [self._begun.get(key) for key in _keys(part, rows)] if self._begun else [None] * len(rows)
         late = [i for i, found in enumerate(begun) if found is None]
         rest = rows if len(late) == len(rows) else rows.select_idxs(late)
         with self._turn:
@@ -302,10 +302,10 @@ def place_scores(values: Sequence[float | None], response_mask: torch.Tensor) ->
     return scores.scatter_(1, last[:, None].clamp(min=0), torch.where(scored, own, 0.0)[:, None])
 
 
-def _keys(part: str, rows: DataProto) -> list[tuple[str, str, int, str]]:
+def _keys(part: Part, rows: DataProto) -> list[Hashable]:
     """What tells a response from all others, for one of the rewards."""
-    names = ("uid", "index", "response_text")
-    return [(part, *row) for row in zip(*(rows.non_tensor_batch[name].tolist() for name in names), strict=True)]
+    uids, indices = (rows.non_tensor_batch[name].tolist() for name in ("uid", "index"))
+    return [(part.name, *row) for row in zip(uids, indices, part.reward.told(rows), strict=True)]
 
 
 def _counts(prefix: str, scores: Sequence[Score]) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from verl.models.loading import load_classifier, load_tokenizer, stop_ids
 from verl.models.packed import pack_rows
 from verl.models.policy import ValueModel, model_device
 from verl.protocol import DataProto, check_columns
-from verl.rewards.functions import Reward
+from verl.rewards.functions import Pending, Reward
 from verl.rewards.results import Score, check_result
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class RewardModel(Reward):
         ends: token ids that end a response for it.
         actor_tokenizer: what the ids of a batch are of.
         positions: most tokens that the model can read; None: any number.
+        alone: nothing else computes in this process, so that groups are scored while others are being sampled.
     """
 
     def __init__(
@@ -48,13 +51,24 @@ class RewardModel(Reward):
         ends: Sequence[int],
         actor_tokenizer: PreTrainedTokenizerBase,
         positions: int | None,
+        alone: bool = False,
     ) -> None:
         self._model, self._config = model.requires_grad_(False).eval(), config
         self._limit = min(config.max_token_len_per_gpu, config.max_length or 2**60, positions or 2**60)
         self._renderer = None if _alike(tokenizer, actor_tokenizer) else Renderer(tokenizer, ends, {})
+        self._threads = ThreadPoolExecutor(1, "reward-model") if alone else None
+
+    def begin(self, rows: DataProto) -> Pending | None:
+        return None if self._threads is None else self._threads.submit(self._score, rows).result
+
+    def told(self, rows: DataProto) -> list[Hashable]:
+        return super().told(rows) if self._renderer else [tuple(texts[1]) for texts in self._texts(rows)]
 
     def score(self, rows: DataProto) -> list[Score]:
         """See :class:`verl.rewards.functions.Reward`; also asks for the columns ``COLUMNS``."""
+        return (self.begin(rows) or partial(self._score, rows))()
+
+    def _score(self, rows: DataProto) -> list[Score]:
         check_columns(rows, *COLUMNS)
         scores: list[Score | None] = [None] * len(rows)
         read: list[tuple[list[int], list[int]]] = []  # what the rows of a group share, and the rest of each
@@ -116,9 +130,12 @@ class RewardModel(Reward):
 
 
 def load_reward_model(
-    config: Config, device: torch.device, actor_tokenizer: PreTrainedTokenizerBase
+    config: Config, device: torch.device, actor_tokenizer: PreTrainedTokenizerBase, alone: bool = False
 ) -> RewardModel | None:
     """The model of ``reward.model``, computing in ``model.dtype``; None where there is none.
+
+    Args:
+        alone: see :class:`RewardModel`.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -131,7 +148,7 @@ def load_reward_model(
     tokenizer = load_tokenizer(path, trusted)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     ends = stop_ids(path, tokenizer)
-    return RewardModel(ValueModel(model), config.reward.model, tokenizer, ends, actor_tokenizer, positions)
+    return RewardModel(ValueModel(model), config.reward.model, tokenizer, ends, actor_tokenizer, positions, alone)
 
 
 def _alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
