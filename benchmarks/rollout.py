@@ -201,7 +201,8 @@ def make_vllm() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    from verl.models.loading import load_tokenizer, resolve_model
+    from verl.models.loading import load_tokenizer
+    from verl.models.resolve import resolve_model
 
     model = str(resolve_model("tiny-llama" if arguments.quick else arguments.model))
     tasks_of = workloads(load_tokenizer(model), arguments.quick)

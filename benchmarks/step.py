@@ -371,7 +371,7 @@ class Bench:
     """Runs jobs one after the other."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from verl.models.loading import resolve_model
+        from verl.models.resolve import resolve_model
 
         self.arguments, self.quick = arguments, arguments.quick
         self.model = str(resolve_model("tiny-llama" if arguments.quick else arguments.model))

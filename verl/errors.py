@@ -81,3 +81,9 @@ class OutOfMemoryError(VerlError):
     """A micro-batch did not fit into memory."""
 
     bad_input = False
+
+
+def first_line(error: BaseException) -> str:
+    """Of what another library says."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -20,10 +20,10 @@ from verl.models.loading import (
     load_causal_lm,
     load_config,
     load_tokenizer,
-    resolve_model,
     save_hf_files,
     stop_ids,
 )
+from verl.models.resolve import resolve_model
 
 SILENT = lambda line: None  # noqa: E731
 

@@ -15,7 +15,8 @@ import torch
 from verl.errors import ModelError
 from verl.models import smollm
 from verl.models.gguf_conversion import convert_gguf
-from verl.models.loading import load_causal_lm, load_tokenizer, resolve_model, stop_ids
+from verl.models.loading import load_causal_lm, load_tokenizer, stop_ids
+from verl.models.resolve import resolve_model
 
 # --- download ---------------------------------------------------------------------------------------------------
 

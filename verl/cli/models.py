@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
 
 
 def _model_get(arguments: argparse.Namespace) -> None:
-    from verl.models.loading import resolve_model
+    from verl.models.resolve import resolve_model
 
     print(resolve_model(arguments.model))
 

@@ -22,7 +22,7 @@ from verl.cluster.object_store import STORE_FULL, store_full
 from verl.cluster.placement import Machine, Plan
 from verl.config import Config
 from verl.errors import ClusterError
-from verl.models.loading import resolve_model
+from verl.models.resolve import resolve_model
 
 LISTENER_SECONDS = 10.0
 REAPER_SECONDS = 5.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl.errors import ModelError
+from verl.errors import ModelError, first_line
 from verl.models.attention import MASKS_ASKED, AttentionRule
 from verl.models.log_probs import logit_rule
 from verl.models.packed import PackedContext, decoder_states, pack_rows
@@ -73,7 +73,7 @@ def check_support(model: PreTrainedModel) -> tuple[int, int]:
         except ModelError as error:
             raise ModelError(f"{name} is not supported: {error.what}", error.value, error.fix) from error
         except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise ModelError(f"{name} does not run with packed attention: {reason}", fix=FIX) from error
         finally:
             MASKS_ASKED.reset(listening)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import RanksLostError, VerlError
+from verl.errors import RanksLostError, VerlError, first_line
 
 BUCKET_ELEMENTS = 2**23  # of one all-reduce, unless a tensor alone is larger
 IN_FLIGHT = 4
@@ -98,7 +98,7 @@ class Ranks:
                 raise
             raise RanksLostError(
                 f"training rank {self.rank} waited in vain for the others: {what}",
-                str(error).strip().splitlines()[0],
+                first_line(error),
                 "look for the first rank that ended; if all live, raise cluster.collective_timeout",
             ) from error
 

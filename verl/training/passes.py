@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.metric import Metric, merge_all
-from verl.errors import OutOfMemoryError, RanksLostError
+from verl.errors import OutOfMemoryError, RanksLostError, first_line
 from verl.models.packed import PackedBatch
 from verl.protocol import DataProto
 from verl.run_dir import write_atomic
@@ -172,7 +172,7 @@ def watched(part: MicroBatch, whose: str, fix: str) -> Iterator[None]:
             raise
         rows, tokens = part.packed.shape[0], part.packed.input_ids.shape[0]
         longest = int(part.packed.position_ids.max()) + 2  # the last token of a response is not packed
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = first_line(error)
         raise OutOfMemoryError(
             f"not enough memory for a micro-batch of {whose}",
             f"{rows} rows, {tokens} packed tokens, longest row {longest}: {said}",
