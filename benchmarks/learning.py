@@ -3,9 +3,9 @@
     python benchmarks/learning.py [--runs DIR] [--recipes grpo,ppo,...] [--seeds 1,2,3] [--steps N] [--draw]
     python benchmarks/learning.py --quick
 
-Every recipe trains on the same problems, in batches of 16 prompts with 8 responses each. A run that is finished is not
-made again, one that was cut goes on, so that the script may be stopped and started at will, or run twice at once over
-different seeds. ``--draw`` only writes the picture and prints the table, of the runs that are there.
+Every recipe trains on the same problems, in batches of 16 prompts with 8 responses each. A run that came as far is not
+made again, so that the script may be stopped and started at will, or run twice at once over different seeds. ``--draw``
+only writes the picture and prints the table, of the runs that are there.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_data(folder: Path, problems: int, held_out: int) -> tuple[Path, Path]:
 
 def train(recipe: str, seed: int, steps: int, runs: Path, data: tuple[Path, Path], more: Sequence[str]) -> None:
     folder = runs / f"{recipe}-{seed}"
-    if is_run(folder) and overview(RunDir(folder)).status == "finished":
+    if (made := learned(folder)) and made.curve[-1][0] >= steps:
         return
     preset, settings = RECIPES[recipe]
     own = [f"data.train_files={data[0]}", f"data.val_files={data[1]}", f"trainer.default_local_dir={folder}"]
@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, default=Path("runs/learning"), help="folder of the runs and their data")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of: %(default)s")
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--draw", action="store_true", help="train nothing")
     parser.add_argument("--quick", action="store_true", help="one step of a tiny model: whether the script runs")
