@@ -313,7 +313,9 @@ def test_damaged_input_for_a_minute(
 
 def test_what_was_found(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    for text in ('"0"', "data: {train_files: [a]}\nmodel: {path: b}\nalgorithm: {filter_groups: {metric: []}}"):
+    run = "data: {train_files: [a]}\nmodel: {path: b}\n"
+    broken = "algorithm: {filter_groups: {metric: []}}", "profiler: {roles: [null]}", "profiler: {roles: [actr]}"
+    for text in ('"0"', *(run + part for part in broken)):
         file.write_text(text)
         with pytest.raises(ConfigError):
             load_config(file)

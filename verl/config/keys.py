@@ -84,7 +84,7 @@ def holds_text(key: str) -> bool:
 
 def choices(key: str) -> list[str]:
     """The words that a key may take, if it takes a fixed set of words."""
-    field = leaves().get(key)
+    field = leaves().get(key.partition("[")[0])  # an entry of a list takes what the list does
     return list(_ordered_words(field.annotation)) if field else []
 
 
