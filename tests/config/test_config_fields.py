@@ -236,6 +236,7 @@ OTHER = {
     "trainer.seed": ("2",),
     "trainer.keep_last": ("null",),
     "trainer.async_save": ("true",),
+    "trainer.save_on_interrupt": ("true",),
     "trainer.keep_best.metric": ("val-core/gsm8k/acc/mean@1",),
     "trainer.keep_best.mode": ("min",),
     "trainer.max_restarts": ("3",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from verl.tracking.summary import read_metrics
 from verl.trainer import supervised
 from verl.trainer.run import train
 from verl.trainer.supervised import train_supervised
+from verl.trainer.timer import StepTimer
 
 STEPS = 5
 
@@ -114,7 +116,8 @@ def test_a_run_learns_and_says_so(sft_run: tuple[Path, str]) -> None:
 def test_a_stopped_run_goes_on_to_the_same_bits(
     files: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """In float16 too, where the learning rate waits for a step whose gradient did not overflow."""
+    """In float16 too, where the learning rate waits for a step whose gradient did not overflow; by Ctrl-C after which
+    the step is saved, too."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     more = {"model.dtype": "float16", "model.fp16.initial_scale_power": 18} if kind == "sft" else {}
     go(config_in(files, tiny_model_dir, whole, kind, **more))
@@ -128,10 +131,19 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
         save(loop, *metrics)
         raise KeyboardInterrupt
 
+    def interrupted(self: StepTimer) -> dict[str, float]:
+        if len(computed(stopped)) == 3:  # in step 3, behind its update
+            signal.raise_signal(signal.SIGINT)
+        return flush(self)
+
+    flush = StepTimer.flush
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(supervised.SupervisedLoop, "save", save_and_die)
-        go(config_in(files, tiny_model_dir, stopped, kind, **more))
-    assert CheckpointStore(stopped / "checkpoints").steps() == [2]
+        if kind == "sft":
+            patched.setattr(supervised.SupervisedLoop, "save", save_and_die)
+        else:
+            patched.setattr(StepTimer, "flush", interrupted)
+        go(config_in(files, tiny_model_dir, stopped, kind, **more | {"trainer.save_on_interrupt": kind != "sft"}))
+    assert CheckpointStore(stopped / "checkpoints").steps() == ([2] if kind == "sft" else [2, 3])
     screen = go(config_in(files, tiny_model_dir, stopped, kind, **more))
     assert "going on from" in screen
     assert computed(stopped) == computed(whole)

@@ -327,6 +327,9 @@ class TrainerConfig(Section):
     async_save: bool = Field(False, **in_stage("checkpoints"))
     """Write checkpoints while training goes on, from a copy in main memory (12 bytes a parameter); false: training
     waits."""
+    save_on_interrupt: bool = Field(False, **in_stage("after Ctrl-C or SIGTERM"))
+    """After Ctrl-C or SIGTERM finish the step and save a checkpoint of it, then stop (a second one: stop at once);
+    false: stop at once, and go on from the last checkpoint."""
     keep_best: KeepBestConfig = Field(default_factory=KeepBestConfig, description="The best checkpoint, kept as well.")
     dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = -1
     """Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or every so many; -1:

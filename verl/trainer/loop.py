@@ -24,6 +24,7 @@ from verl.tracking.trackers import Tracker
 from verl.trainer.advantages import Metrics
 from verl.trainer.batch_metrics import batch_metrics, cost_metrics, staleness_metrics
 from verl.trainer.evaluation import evaluate
+from verl.trainer.interruption import held
 from verl.trainer.sampling import Sampler, join
 from verl.trainer.saving import Saver
 from verl.trainer.sources import Source
@@ -76,61 +77,70 @@ class TrainingLoop:
             with timer("testing"):
                 metrics = self.evaluate()
             self.tracker.log(0, metrics | timer.flush())
-        engines = roles.rollout.stats()
+        self._engines = roles.rollout.stats()
         while state.step < self.total_steps:
-            with timer("step"), self.profiled():
-                now = state.scheduled(config, self.total_steps)
-                kl_coef = state.kl_coef.value(state.step, self.total_steps)
-                rates = state.learning_rates(config, self.total_steps)
-                parts: list[DataProto] = []
-                measures: list[Metrics] = []
-                for part in self.source.parts():
-                    self.dump([*parts, part])
-                    part, found = process(part, roles, now, kl_coef, timer, state.shaper)
-                    trained = update(part, roles, now, rates, state.step, timer, sum(map(len, parts)))
-                    parts.append(part)
-                    measures += [found, trained]
-                batch, measured = self.joined(parts), merge_all(measures)
-                self.source.settle()
-                with timer("update_weights"):
-                    roles.rollout.publish(state.step + 1)
-                self.source.published()
-            measured |= staleness_metrics(batch, state.step)
-            numbers = reduce_metrics(batch_metrics(batch, config.data.max_prompt_length) | measured)
-            state.observe(numbers, len(batch))
-            numbers |= state.cap.advance()
-            self.write_samples("train", [batch])
-            state.step += 1
-            last = state.step == self.total_steps
-            if self._saver.busy:
-                with timer("save_checkpoint"):
-                    self._saver.advance()
-            validated: dict[str, float] = {}
-            if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
-                with timer("testing"):
-                    validated = self.evaluate()
-            timeline = json_line(timer.timeline(state.step, roles.spans()))
-            self.tracker.attempt("timeline", partial(append_line, self.run_dir.timeline, timeline), state.step)
-            timings = timer.flush()
-            progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
-            progress["training/restarts"] = self.restarts
-            numbers |= moving_values(now.actor)
-            costs = cost_metrics(batch, timings, roles.memory_gb() | own_memory(), roles.rollout.apart)
-            before, engines = engines, roles.rollout.stats()
-            sampling = roles.rollout.metrics() | engines.metrics(before)
-            numbers |= costs | timings | sampling | progress | validated
-            self.tracker.log(state.step, numbers)
-            # After the step is written down: a run killed in between does it again, and no step loses its line. The
-            # seconds are logged with the next step.
-            if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
-                with timer("save_checkpoint"):
-                    self._saver.save(numbers)
-            if last:
-                self._saver.finish()
-            if validated:
-                self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
-            if not last:
-                alarms.heed(state.step, numbers, partial(self._save_whole, numbers))
+            with held(config.trainer.save_on_interrupt) as interrupted:
+                numbers = self._train_step(alarms)
+                if interrupted():
+                    self._save_whole(numbers)
+
+    def _train_step(self, alarms: Alarms) -> dict[str, float]:
+        """The next step with all that is due behind it; its metrics."""
+        config, state, roles, timer = self.config, self.state, self.roles, self.timer
+        with timer("step"), self.profiled():
+            now = state.scheduled(config, self.total_steps)
+            kl_coef = state.kl_coef.value(state.step, self.total_steps)
+            rates = state.learning_rates(config, self.total_steps)
+            parts: list[DataProto] = []
+            measures: list[Metrics] = []
+            for part in self.source.parts():
+                self.dump([*parts, part])
+                part, found = process(part, roles, now, kl_coef, timer, state.shaper)
+                trained = update(part, roles, now, rates, state.step, timer, sum(map(len, parts)))
+                parts.append(part)
+                measures += [found, trained]
+            batch, measured = self.joined(parts), merge_all(measures)
+            self.source.settle()
+            with timer("update_weights"):
+                roles.rollout.publish(state.step + 1)
+            self.source.published()
+        measured |= staleness_metrics(batch, state.step)
+        numbers = reduce_metrics(batch_metrics(batch, config.data.max_prompt_length) | measured)
+        state.observe(numbers, len(batch))
+        numbers |= state.cap.advance()
+        self.write_samples("train", [batch])
+        state.step += 1
+        last = state.step == self.total_steps
+        if self._saver.busy:
+            with timer("save_checkpoint"):
+                self._saver.advance()
+        validated: dict[str, float] = {}
+        if self.validation is not None and (last or due(state.step, config.trainer.test_freq)):
+            with timer("testing"):
+                validated = self.evaluate()
+        timeline = json_line(timer.timeline(state.step, roles.spans()))
+        self.tracker.attempt("timeline", partial(append_line, self.run_dir.timeline, timeline), state.step)
+        timings = timer.flush()
+        progress = {"training/global_step": state.step, "training/epoch": state.loader.epoch}
+        progress["training/restarts"] = self.restarts
+        numbers |= moving_values(now.actor)
+        costs = cost_metrics(batch, timings, roles.memory_gb() | own_memory(), roles.rollout.apart)
+        before, self._engines = self._engines, roles.rollout.stats()
+        sampling = roles.rollout.metrics() | self._engines.metrics(before)
+        numbers |= costs | timings | sampling | progress | validated
+        self.tracker.log(state.step, numbers)
+        # After the step is written down: a run killed in between does it again, and no step loses its line. The
+        # seconds are logged with the next step.
+        if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
+            with timer("save_checkpoint"):
+                self._saver.save(numbers)
+        if last:
+            self._saver.finish()
+        if validated:
+            self.tracker.attempt("report", lambda: write_report(self.run_dir), state.step)
+        if not last:
+            alarms.heed(state.step, numbers, partial(self._save_whole, numbers))
+        return numbers
 
     def _save_whole(self, metrics: Mapping[str, float]) -> None:
         self._saver.save(metrics)

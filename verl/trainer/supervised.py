@@ -38,6 +38,7 @@ from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
+from verl.trainer.interruption import held
 from verl.trainer.loop import due, own_memory
 from verl.trainer.run import stop_noted, store_of, take_up, write_skipped
 from verl.trainer.run_models import opened, pinned
@@ -75,28 +76,37 @@ class SupervisedLoop:
         if self.step == 0 and trainer.val_before_train and self.validation is not None:
             self.tracker.log(0, self.evaluate() | timer.flush())
         while self.step < self.total_steps:
-            with timer("step"):
-                batch = self.loader.next_batch()
-                rate = learning_rate(self.step - self.held, self.total_steps, self.config.optim)
-                with timer("update"):
-                    metrics = self.model.update(batch, rate)
-            self.step += 1
-            last = self.step == self.total_steps
-            measured = {}
-            if self.validation is not None and (last or due(self.step, trainer.test_freq)):
-                measured = self.evaluate()
-            timings = timer.flush()
-            numbers = reduce_metrics(metrics | _sizes(batch)) | _speed(batch, timings)
-            self.held += learnt_nothing(numbers, "train")
-            progress = {"training/global_step": self.step, "training/epoch": self.loader.epoch}
-            numbers |= timings | progress | measured
-            self.tracker.log(self.step, numbers)
-            # After the step is written down, as in RL training: no step loses its line.
-            if trainer.save_freq > 0 and (last or due(self.step, trainer.save_freq)):
-                with timer("save_checkpoint"):
+            with held(trainer.save_on_interrupt) as interrupted:
+                numbers = self._train_step()
+                if interrupted() and self.step not in self.store.steps():
                     self.save(numbers)
-            if measured:
-                self.tracker.attempt("report", lambda: write_report(self.run_dir), self.step)
+
+    def _train_step(self) -> dict[str, float]:
+        """The next step with all that is due behind it; its metrics."""
+        trainer, timer = self.config.trainer, self.timer
+        with timer("step"):
+            batch = self.loader.next_batch()
+            rate = learning_rate(self.step - self.held, self.total_steps, self.config.optim)
+            with timer("update"):
+                metrics = self.model.update(batch, rate)
+        self.step += 1
+        last = self.step == self.total_steps
+        measured = {}
+        if self.validation is not None and (last or due(self.step, trainer.test_freq)):
+            measured = self.evaluate()
+        timings = timer.flush()
+        numbers = reduce_metrics(metrics | _sizes(batch)) | _speed(batch, timings)
+        self.held += learnt_nothing(numbers, "train")
+        progress = {"training/global_step": self.step, "training/epoch": self.loader.epoch}
+        numbers |= timings | progress | measured
+        self.tracker.log(self.step, numbers)
+        # After the step is written down, as in RL training: no step loses its line.
+        if trainer.save_freq > 0 and (last or due(self.step, trainer.save_freq)):
+            with timer("save_checkpoint"):
+                self.save(numbers)
+        if measured:
+            self.tracker.attempt("report", lambda: write_report(self.run_dir), self.step)
+        return numbers
 
     def evaluate(self) -> dict[str, float]:
         """Metrics over every held-out example."""
