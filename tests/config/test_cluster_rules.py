@@ -64,7 +64,6 @@ def refused(*overrides: str) -> str:
             ("cluster.pools.a.processes=3", "cluster.placement.critic=a", "critic.ppo_micro_batch_size=4"),
             "4 responses / 3 ranks",
         ),
-        (("trainer.mode=async", "data.drop_last=false"), "batches must all have as many prompts"),
         (
             ("trainer={mode: async, max_staleness: 0}", "algorithm.filter_groups.enable=true", "rollout.n=2"),
             "samples whole batches as sync does",

@@ -43,6 +43,17 @@ def test_without_staleness_the_batches_are_those_of_a_synchronous_run() -> None:
     assert buffer.done and buffer.budget(3) == 0
 
 
+def test_the_last_batch_of_an_epoch_may_be_short() -> None:
+    buffer = GroupBuffer(4, 1, steps=5, epoch=10)
+    assert [buffer.size(step) for step in range(5)] == [4, 4, 2, 4, 4]
+    assert [buffer.budget(version) for version in range(5)] == [8, 10, 14, 18, 18]
+    ask(buffer, range(10))
+    for draw in range(10):
+        answer(buffer, draw, 2)
+    assert [len(buffer.take(step).groups) for step in range(3)] == [4, 4, 2] and buffer.budget(2) == 4
+    assert GroupBuffer(5, 0, steps=2, epoch=10).size(1) == 5
+
+
 def test_a_step_may_want_further_groups_in_place_of_some_that_it_does_not_train() -> None:
     buffer = GroupBuffer(4, 1, steps=2)
     ask(buffer, range(8))

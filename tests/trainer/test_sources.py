@@ -16,6 +16,7 @@ from verl.run_dir import RunDir
 from verl.trainer.run import train
 
 STEPS = 4
+SHORT_BATCHES = {"data": {"train_batch_size": 3, "drop_last": False}, "actor": {"ppo_mini_batch_size": 3}}
 
 
 def run_in(folder: Path, model: Path, name: str, trainer: dict[str, Any], lr: float = 1e-2, **settings: Any) -> Path:
@@ -53,7 +54,8 @@ def test_one_step_off_trains_what_the_weights_before_sampled(tmp_path: Path, tin
 
 
 def test_async_without_staleness_is_sync(tmp_path: Path, tiny_model_dir: Path) -> None:
-    settings: dict[str, Any] = {"rollout": {"response_length": {"mode": "adaptive"}}}
+    """Also where the last batch of an epoch is short: 3, 3 and 2 prompts."""
+    settings: dict[str, Any] = {"rollout": {"response_length": {"mode": "adaptive"}}, **SHORT_BATCHES}
     sync = run_in(tmp_path, tiny_model_dir, "sync", {"save_freq": STEPS}, **settings)
     found = run_in(
         tmp_path, tiny_model_dir, "async", {"save_freq": STEPS, "mode": "async", "max_staleness": 0}, **settings
@@ -75,12 +77,15 @@ def test_async_keeps_the_bound_and_trains_every_prompt_once(tmp_path: Path, tiny
 
 
 def test_async_goes_on_with_the_prompts_that_were_under_way(tmp_path: Path, tiny_model_dir: Path) -> None:
-    mode = {"mode": "async", "max_staleness": 2, "save_freq": 1, "total_training_steps": 2}
-    run_in(tmp_path, tiny_model_dir, "run", mode)
-    run = run_in(tmp_path, tiny_model_dir, "run", mode | {"total_training_steps": 5})
-    prompts = [json.loads(row)["uid"] for file in sample_files(run) for row in file.splitlines()]
-    draws = sorted(int(uid.split(":")[1]) for uid in set(prompts))
-    assert len(prompts) == 3 * len(draws) == 60 and draws == list(range(20))
+    """Every one once, every row once an epoch, whose last batch is short."""
+    mode = {"mode": "async", "max_staleness": 2, "save_freq": 1, "total_training_steps": 4}
+    run_in(tmp_path, tiny_model_dir, "run", mode, **SHORT_BATCHES)
+    run = run_in(tmp_path, tiny_model_dir, "run", mode | {"total_training_steps": 6}, **SHORT_BATCHES)
+    batches = [{json.loads(row)["uid"] for row in file.splitlines()} for file in sample_files(run)]
+    assert [len(batch) for batch in batches] == [3, 3, 2, 3, 3, 2]
+    uids = [uid.split(":") for uid in set.union(*batches)]
+    assert sorted(int(draw) for _, draw, _, _ in uids) == list(range(16))
+    assert sorted(int(row) for *_, row in uids) == sorted([*range(8), *range(8)])
 
 
 def test_a_mode_may_change_on_resume_unless_samples_would_be_lost(tmp_path: Path, tiny_model_dir: Path) -> None:

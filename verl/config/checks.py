@@ -190,9 +190,6 @@ def _schedule(config: Config) -> Iterator[Problem]:
         )
     if trainer.mode != "async":
         return
-    if not config.data.drop_last:
-        what = "data.drop_last=false does not go with trainer.mode=async: batches must all have as many prompts"
-        yield Problem(what, False, "use trainer.mode=one_step_off")
     if config.algorithm.filter_groups.enable and trainer.max_staleness == 0:
         what = (
             "algorithm.filter_groups does not go with trainer.max_staleness=0, which samples whole batches as sync does"

@@ -107,6 +107,7 @@ class GroupBuffer:
         prompts: of a batch.
         max_staleness: versions that a trained token may be behind. 0: the batches of a synchronous run.
         steps: training steps of the whole run; no more prompts are submitted than they need.
+        epoch: prompts of an epoch, whose last batch is what is left of them; None: all batches are full.
 
     Attributes:
         exhausted: set it when no new prompts will come; the last batch may then be short.
@@ -114,11 +115,17 @@ class GroupBuffer:
     """
 
     def __init__(
-        self, prompts: int, max_staleness: int, steps: int, unit: Literal["sample", "token"] = "sample"
+        self,
+        prompts: int,
+        max_staleness: int,
+        steps: int,
+        unit: Literal["sample", "token"] = "sample",
+        epoch: int | None = None,
     ) -> None:
         self.exhausted = False
         self.metrics: dict[str, float] = {}
         self._prompts, self._max_staleness, self._steps, self._unit = prompts, max_staleness, steps, unit
+        self._epoch = epoch
         self._step = 0  # whose batch is taken next
         self._further = 0  # prompts that the step before it wants beside its batch
         self._groups: dict[str, Group] = {}  # in flight and complete ones, in the order of the draws
@@ -133,10 +140,16 @@ class GroupBuffer:
     def done(self) -> bool:
         return not self._groups and (self.exhausted or self._step >= self._steps)
 
+    def size(self, step: int) -> int:
+        """Prompts of the batch of training step ``step``, counted from 0."""
+        if self._epoch is None:
+            return self._prompts
+        return min(self._prompts, self._epoch - step % -(-self._epoch // self._prompts) * self._prompts)
+
     def budget(self, version: int) -> int:
         """New prompts that may be submitted when this version is published, so that their turn comes in time."""
-        steps = min(version + self._max_staleness + 1, self._steps) - self._step
-        return 0 if self.exhausted else max(steps * self._prompts + self._further - len(self._groups), 0)
+        wanted = sum(map(self.size, range(self._step, min(version + self._max_staleness + 1, self._steps))))
+        return 0 if self.exhausted else max(wanted + self._further - len(self._groups), 0)
 
     def submit(self, slots: Iterable[Slot]) -> None:
         """These are asked for now: new prompts in the order of the draws, or prompts that are to be submitted again."""
@@ -163,7 +176,7 @@ class GroupBuffer:
         Args:
             prompts: how many, where the step wants further ones in place of some that it does not train; None: a batch.
         """
-        taken, wanted = Taken(), prompts or self._prompts
+        taken, wanted = Taken(), prompts or self.size(version)
         self._further = wanted if self._step > version else 0
         for group in [group for group in self._groups.values() if self._stale(group, version)]:
             self._drop(group, taken)

@@ -15,18 +15,23 @@ from verl.trainer.stages import scored
 class Stream:
     """Keeps prompts submitted up to the budget that ``max_staleness`` leaves, and takes batches of complete groups.
 
-    A step waits until there are ``data.train_batch_size`` complete groups none of which is too old, and for others in
-    place of those that ``algorithm.filter_groups`` drops; meanwhile, and while the step trains, the rollout workers go
-    on. Prompts are known by their uids, which is all that a checkpoint keeps of them: what is under way or waiting then
-    is sampled again after a resume, by the weights of then.
+    A step waits until there are as many complete groups as its batch has prompts, none of them too old, and for others
+    in place of those that ``algorithm.filter_groups`` drops; meanwhile, and while the step trains, the rollout workers
+    go on. Prompts are known by their uids, which is all that a checkpoint keeps of them: what is under way or waiting
+    then is sampled again after a resume, by the weights of then.
     """
 
     def __init__(self, feed: Feed) -> None:
-        trainer = feed.config.trainer
+        config, trainer = feed.config, feed.config.trainer
         self._feed, self._overlaps = feed, trainer.max_staleness > 0
         self._asked_before: list[str] = []  # by the run that this one goes on with
+        full = config.data.drop_last or config.algorithm.filter_groups.enable
         self._buffer = GroupBuffer(
-            feed.config.data.train_batch_size, trainer.max_staleness, feed.total_steps, trainer.staleness_unit
+            config.data.train_batch_size,
+            trainer.max_staleness,
+            feed.total_steps,
+            trainer.staleness_unit,
+            None if full else feed.state.loader.sampler.size,
         )
 
     def parts(self) -> list[DataProto]:
@@ -34,6 +39,7 @@ class Stream:
 
     def _sample(self, wanted: int) -> DataProto:
         feed, version = self._feed, self._feed.state.step
+        wanted = min(wanted, self._buffer.size(version))
         with feed.timer("wait_rollout"):
             again, self._asked_before = self._asked_before, []
             self._submit(again)
