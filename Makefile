@@ -67,7 +67,7 @@ test: check
 	@$(PYTEST) -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not drill"
 
 drills: $(STAMP)
-	@$(PYTEST) -m drill
+	@$(PYTEST) -m drill --timeout 1800
 
 docs: $(STAMP)
 	@$(BIN)/verl config reference --out docs/configuration.md
