@@ -19,7 +19,7 @@ def verl_side(job: Job) -> Job:
 
     set_environment(job["threads"])
     from verl.cluster.start import start_workers
-    from verl.trainer.run import Inputs
+    from verl.trainer.inputs import Inputs
     from verl.trainer.stages import process, rollout, update
     from verl.trainer.timer import StepTimer
 
@@ -207,7 +207,7 @@ def flops_side(job: Job) -> Job:
     import torch
 
     from verl.cluster.start import start_workers
-    from verl.trainer.run import Inputs
+    from verl.trainer.inputs import Inputs
     from verl.trainer.stages import process, rollout, update
     from verl.trainer.timer import StepTimer
 

@@ -256,7 +256,7 @@ def test_b060_b065_inputs_are_checked_before_a_worker_starts(
 
 def test_the_critics_positions_count_too(tmp_path: Path, tiny_model_dir: Path) -> None:
     from verl.models.tiny import build_tiny
-    from verl.trainer.run import check_model_limits
+    from verl.trainer.inputs import check_model_limits
 
     short = build_tiny(tmp_path / "short", hidden_size=32, max_positions=29)
     settings = {"algorithm": {"adv_estimator": "gae"}, "critic": {"model": {"path": str(short)}}}

@@ -17,7 +17,8 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.rollout.protocol import Request, Result, lost_result
 from verl.run_dir import RunDir
-from verl.trainer.run import Inputs, source_of
+from verl.trainer.inputs import Inputs
+from verl.trainer.run import source_of
 from verl.trainer.sampling import Sampler
 from verl.trainer.sources import Feed
 from verl.trainer.stages import process

@@ -13,7 +13,7 @@ from verl.cluster.worker import Worker
 from verl.config import Config, load_config
 from verl.errors import ModelError
 from verl.models.tiny import build_tiny
-from verl.trainer.run import Inputs
+from verl.trainer.inputs import Inputs
 
 CODE = """
 from pathlib import Path

@@ -69,7 +69,7 @@ def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, s
         return of_run(run_dir), str(run_dir.path)
     from verl.cluster.start import require_machine
     from verl.models.quiet import without_bars
-    from verl.trainer.run import check_model_limits
+    from verl.trainer.inputs import check_model_limits
     from verl.trainer.run_models import opened
 
     loaded = load_config(source, overrides, presets)

@@ -26,7 +26,7 @@ from verl.trainer.group_metrics import (
     graded_rows,
     score_estimates,
 )
-from verl.trainer.run import check_model_limits
+from verl.trainer.inputs import check_model_limits
 from verl.trainer.sampling import Sampler
 from verl.training.reward_model import load_reward_model
 

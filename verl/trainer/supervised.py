@@ -38,9 +38,10 @@ from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
+from verl.trainer.inputs import write_skipped
 from verl.trainer.interruption import held
 from verl.trainer.loop import due, own_memory
-from verl.trainer.run import stop_noted, store_of, take_up, write_skipped
+from verl.trainer.run import stop_noted, store_of, take_up
 from verl.trainer.run_models import opened, pinned
 from verl.trainer.state import STATE_NAME, learnt_nothing
 from verl.trainer.timer import StepTimer
