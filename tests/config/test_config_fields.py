@@ -240,6 +240,7 @@ OTHER = {
     "trainer.keep_best.metric": ("val-core/gsm8k/acc/mean@1",),
     "trainer.keep_best.mode": ("min",),
     "trainer.max_restarts": ("3",),
+    "trainer.memory_save_freq": ("1",),
     "trainer.dump_steps": ("[2, 4]",),
     "trainer.alarms.action": ("pause",),
     "trainer.alarms.kl": ("0.5",),

@@ -3,8 +3,9 @@
 Most of Ray's processes die with the one that started them, but its two agents go on for a minute, trying to report the
 death to a server that is gone. This process waits for the end of its standard input, which comes when the run ends, in
 whatever way, and then kills every process that still writes into the folder of the run's Ray session, whose name ends
-with the run's process id. It is run by path and needs nothing but the standard library. A run that has cleaned up by
-itself says so with one byte before it closes the input; one look is then enough.
+with the run's process id. What such a run kept in main memory goes as well. This file is run by path and needs nothing
+but the standard library. A run that has cleaned up by itself says so with one byte before it closes the input; one look
+is then enough.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -28,6 +30,8 @@ def main() -> None:
     run = os.getppid()
     session = re.compile(rf"/session_[\d_-]+_{run}/")
     cleaned_up = bool(sys.stdin.buffer.read())
+    for folder in [] if cleaned_up else Path("/dev/shm").glob(f"verl-restart-{run}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
     end = time.monotonic() + SECONDS
     quiet_since = time.monotonic()
     while True:

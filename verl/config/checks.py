@@ -148,6 +148,11 @@ def _run(config: Config) -> Iterator[Problem]:
     reward = config.reward
     yield from config.trainer.problems()
     yield from config.cluster.problems()
+    if config.trainer.memory_save_freq > 0 and config.cluster.address is not None:
+        what = (
+            "trainer.memory_save_freq keeps states on this machine, and cluster.address may have the actor on another"
+        )
+        yield Problem(what, config.trainer.memory_save_freq, "set trainer.save_freq")
     if config.profiler.tool == "nsight" and config.cluster.backend == "inline":
         fix = "set cluster.backend=ray, or profiler.tool=torch"
         yield Problem("profiler.tool=nsight starts worker processes under nsys, and inline there are none", None, fix)
@@ -329,6 +334,9 @@ def _trainer_notices(config: Config) -> Iterator[str]:
     if trainer.test_freq > 0 and not config.data.val_files:
         yield f"trainer.test_freq={trainer.test_freq} has no effect: data.val_files is empty"
     yield from trainer.checkpoint_notices(bool(config.data.val_files))
+    if trainer.memory_save_freq > 0 and (config.cluster.backend == "inline" or not trainer.max_restarts):
+        why = "cluster.backend=inline" if trainer.max_restarts else "trainer.max_restarts=0"
+        yield f"trainer.memory_save_freq={trainer.memory_save_freq} has no effect: {why}"
     if trainer.critic_warmup and not config.uses_critic:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} has no effect: "

@@ -42,8 +42,8 @@ def _supervised() -> Iterator[str]:
         if schema is SftConfig:
             about += (
                 " Its sections are `data`, `model`, `optim`, `trainer` and `cluster`: `model` and `trainer` are those "
-                "above, without `critic_warmup`, `log_val_generations` and `max_restarts` of `trainer`; the others "
-                "have keys of their own."
+                "above, without `critic_warmup`, `log_val_generations`, `max_restarts` and `memory_save_freq` of "
+                "`trainer`; the others have keys of their own."
             )
         yield f"## Keys of {command}\n\n{about}\n"
         with using(schema):

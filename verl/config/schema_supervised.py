@@ -119,7 +119,7 @@ class SupervisedConfig(Section):
         yield from self.trainer.problems()
         trainer = self.trainer
         usual = TrainerConfig()
-        for name in ("critic_warmup", "log_val_generations", "max_restarts", "async_save"):
+        for name in ("critic_warmup", "log_val_generations", "max_restarts", "memory_save_freq", "async_save"):
             if getattr(trainer, name) != getattr(usual, name):
                 yield Problem(f"trainer.{name} has no meaning here", getattr(trainer, name), "remove it")
         if trainer.nnodes > 1 or trainer.n_gpus_per_node not in ("auto", 0, 1):

@@ -44,6 +44,7 @@ class TrainingLoop:
         validation: held-out prompts; None: no validation.
         state: where the run is; :meth:`fit` goes on from there.
         restarts: after the death of a worker, within this command.
+        memory: where the last state is kept for another one, if anywhere.
     """
 
     config: Config
@@ -58,9 +59,12 @@ class TrainingLoop:
     tracker: Tracker
     timer: StepTimer
     restarts: int = 0
+    memory: CheckpointStore | None = None
 
     def __post_init__(self) -> None:
-        self._saver = Saver(self.config, self.store, self.roles, self.state, self.source)
+        trainer, parts = self.config.trainer, (self.roles, self.state, self.source)
+        self._saver = Saver(self.config, self.store, *parts, background=trainer.async_save)
+        self._memory = None if self.memory is None else Saver(self.config, self.memory, *parts)
 
     def fit(self) -> None:
         """Train to ``total_steps``; validation before the first step, every ``test_freq`` steps and at the end."""
@@ -134,6 +138,9 @@ class TrainingLoop:
         if config.trainer.save_freq > 0 and (last or due(state.step, config.trainer.save_freq)):
             with timer("save_checkpoint"):
                 self._saver.save(numbers)
+        if self._memory is not None and not last and due(state.step, config.trainer.memory_save_freq):
+            with timer("save_checkpoint"):
+                self._memory.save(numbers)
         if last:
             self._saver.finish()
         if validated:

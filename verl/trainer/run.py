@@ -24,6 +24,7 @@ from verl.tracking.trackers import TrackerContext, build_tracker
 from verl.trainer.changes import note_user_code, say_changed_settings
 from verl.trainer.inputs import Inputs, write_skipped
 from verl.trainer.loop import TrainingLoop
+from verl.trainer.restarts import kept_in_memory, newest, require_restart
 from verl.trainer.run_models import check_same_start, opened, pinned
 from verl.trainer.sampling import Sampler
 from verl.trainer.sources import Ahead, AsCompleted, Feed, Now, Source
@@ -75,20 +76,20 @@ def take_up(
     store: CheckpointStore,
     total_steps: int,
     console: Console,
-    again: bool = False,
+    again: CheckpointStore | None = None,
 ) -> tuple[bool, Checkpoint | None]:
     """Whether the run is finished already, which is said, and the checkpoint that it goes on from.
 
     What lies in the folder beyond that checkpoint is removed.
 
     Args:
-        again: within the same command, from its own last checkpoint, whatever ``trainer.resume_mode`` says.
+        again: within the same command, from its own last state, which is here, whatever ``trainer.resume_mode`` says.
     """
     run_dir.clean_temporary()
     store.clean_partial()  # which may bring back a checkpoint
-    latest = store.latest() if again else None
+    latest = again.latest() if again is not None else None
     checkpoint = store.open(latest) if latest is not None else find_checkpoint(config, store, run_dir)
-    if checkpoint is not None and not again:
+    if checkpoint is not None and again is None:
         say_changed_settings(config, run_dir, console)
     if checkpoint is not None and checkpoint.step >= total_steps:
         say_finished(console, run_dir, checkpoint.step, total_steps)
@@ -109,34 +110,23 @@ def _train(config: Config, placed: Config, console: Console, reward: Callable[..
     inputs = Inputs.load(placed, reward)
     config.total_training_steps(inputs.loader.sampler.size)  # or the data are too few: before there is a folder
     run_dir = RunDir(config.run_dir)
-    with run_dir.create().lock():
+    with run_dir.create().lock(), kept_in_memory(config) as memory:
         store = store_of(config, run_dir)
         restarts = 0
         while True:
             try:
-                _attempt(config, placed, inputs, run_dir, store, console, reward, restarts)
+                _attempt(config, placed, inputs, run_dir, store, memory, console, reward, restarts)
                 return
             except WorkerDiedError as error:
-                _require_restart(error, config, store, restarts)
+                last = newest(store, memory)
+                require_restart(error, config, last, restarts)
                 restarts += 1
                 run_dir.log_event(
                     "restarted", "run", f"{error.what}; restart {restarts} of {config.trainer.max_restarts}"
                 )
-                console.print(f"{error.what}; starting again from the last checkpoint", soft_wrap=True, markup=False)
+                where = f"the last {'checkpoint' if last is store else 'state in memory'}, step {last.steps()[-1]}"
+                console.print(f"{error.what}; starting again from {where}", soft_wrap=True, markup=False)
             inputs = Inputs.load(placed, reward)
-
-
-def _require_restart(error: WorkerDiedError, config: Config, store: CheckpointStore, restarts: int) -> None:
-    """Raises the error where starting again cannot help, or is not wanted any more."""
-    if not error.while_training:
-        raise error
-    if store.latest() is None:
-        error.fix = "there is no checkpoint to go on from: set trainer.save_freq, then a run restarts by itself"
-        raise error
-    if restarts >= config.trainer.max_restarts:
-        if restarts:
-            error.fix = f"{error.fix}; {restarts} restart{'s'[: restarts > 1]} did not help (trainer.max_restarts)"
-        raise error
 
 
 def _attempt(
@@ -145,13 +135,15 @@ def _attempt(
     inputs: Inputs,
     run_dir: RunDir,
     store: CheckpointStore,
+    memory: CheckpointStore | None,
     console: Console,
     reward: Callable[..., Any] | None,
     restarts: int,
 ) -> None:
-    """From the last checkpoint, or the start, to the end."""
+    """From the last checkpoint (``memory``: where another may be after a restart), or the start, to the end."""
     total_steps = config.total_training_steps(inputs.loader.sampler.size)
-    finished, checkpoint = take_up(config, run_dir, store, total_steps, console, again=restarts > 0)
+    again = newest(store, memory) if restarts else None
+    finished, checkpoint = take_up(config, run_dir, store, total_steps, console, again)
     if finished:
         return
     state = TrainerState.fresh(config, inputs.loader)
@@ -186,6 +178,7 @@ def _attempt(
             tracker=tracker,
             timer=timer,
             restarts=restarts,
+            memory=memory,
         )
         if checkpoint is not None:
             source.load_state_dict(state.restore(checkpoint, roles, config.trainer.mode))

@@ -33,9 +33,9 @@ class _Flight:
 class Saver:
     """Writes ``checkpoints/step_…`` with models, optimizers and the run's state: complete, or not there at all.
 
-    With ``trainer.async_save`` the workers only copy their tensors while training waits; a thread of theirs writes
-    the copy, and one of this process commits it. One checkpoint is under way at a time: the next one waits for it. What
-    goes wrong is raised between steps, and by :meth:`finish`.
+    In the ``background`` (``trainer.async_save``) the workers only copy their tensors while training waits; a thread of
+    theirs writes the copy, and one of this process commits it. One checkpoint is under way at a time: the next one
+    waits for it. What goes wrong is raised between steps, and by :meth:`finish`.
     """
 
     config: Config
@@ -43,6 +43,7 @@ class Saver:
     roles: Roles
     state: TrainerState
     source: Source
+    background: bool = False
     _flight: _Flight | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "commit"))
 
@@ -56,12 +57,11 @@ class Saver:
         self.finish()
         if self.state.step in self.store.steps():
             return
-        background = self.config.trainer.async_save
         self._flight = _Flight(self.store.begin(self.state.step), metrics)
         pending = self._flight.pending
-        self.roles.save(str(pending.path.absolute()), background)  # a worker may stand in another folder
+        self.roles.save(str(pending.path.absolute()), self.background)  # a worker may stand in another folder
         pending.write_state(STATE_NAME, self.state.tree(self.config, self.source.state_dict()))
-        if not background:
+        if not self.background:
             self.finish()
 
     def advance(self) -> None:
