@@ -322,5 +322,6 @@ def test_what_was_found(tmp_path: Path) -> None:
     assert rules.math("1%", "0.01")["score"] == 0.0 and rules.math(r"\boxed{1%}", "1%")["score"] == 1.0
     assert rules.math(r"\boxed{\cupfactorial(}", r"\frac{\cup")["score"] == 0.0
     assert rules.math("3%", r"1\frac{")["score"] == 0.0
-    with pytest.raises(DataError):
-        codec.decode({"$strings": ["<U99999999", [3], ["a", "b", "c"]]}, {})
+    for tree in ({"$strings": ["<U99999999", [3], ["a", "b", "c"]]}, {"$number": ["int8", 128]}):
+        with pytest.raises(DataError):
+            codec.decode(tree, {})

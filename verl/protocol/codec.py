@@ -63,7 +63,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Tree:
         return _Decoder(tensors).decode(value)
     except DataError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError, RuntimeError) as error:
         raise DataError("the JSON part does not follow VeRL's encoding", f"{type(error).__name__}: {error}") from error
 
 
