@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.models.facts import ModelFacts
+from verl.models.rows import LARGE, LARGEST, PACKED_BLOCK, PROBE_ROWS
 
 if TYPE_CHECKING:
     from verl.cluster.placement import Group, Plan, ProcessSpec
@@ -24,13 +25,12 @@ if TYPE_CHECKING:
 GIB = 2**30
 BLOCK, CHUNK = 128, 1024  # keys of a block of the pool; tokens whose logits are made together
 SLICED, NARROWEST = 2**23, 1024  # numbers of the logits' gradient that exist at once; tokens of the vocabulary at least
-# Of a process that has loaded the libraries and computed nothing: measured (docs/planning.md), not derived. oneDNN,
-# which computes in half precision on a CPU, adds to it.
-LIBRARIES = {"cpu": int(0.39 * GIB), "cuda": int(0.6 * GIB)}
-ONEDNN = int(0.13 * GIB)
-# Free memory between tensors, by what a worker's heap holds: measured (docs/planning.md). A worker keeps what it has
-# freed, and glibc's aligned allocation passes over a hole that is just large enough.
-HOLES = 0.17
+# Of a process that has loaded the libraries and a model of no size, and sampled from it: measured, not derived
+# (docs/planning.md).
+LIBRARIES = {"cpu": int(0.48 * GIB), "cuda": int(0.6 * GIB)}
+# In bfloat16 on a CPU oneDNN keeps the code of a product for every shape that it has met, the latest 1,024 of them:
+# measured bytes of one, and how many a step adds beyond those that the row rule tries.
+KERNEL, KERNELS_A_STEP, MOST_KERNELS = int(0.55 * 2**20), 40, 1024
 CACHED = 0.5  # most of the free memory that keys and values take where nobody says how much
 
 
@@ -147,11 +147,10 @@ def processes(
         _group(config, group, model, critic, lengths, memory) for group in plan.groups if group.roles != {"reward"}
     ]
     for spec in plan.rollout:
-        b = bytes_of(config)
-        held = {"libraries": _libraries(b, spec.device), "rollout weights": _frozen(model, b, spec.device)}
+        held = _libraries(config, spec, {model})
+        held["rollout weights"] = _frozen(model, bytes_of(config), spec.device)
         stage = _rollout(config, spec, model, lengths, memory - sum(held.values()), plan.rollout[0].count)
-        process = Process(f"{spec.pool}: rollout", spec.count, spec.device, held, {"rollout": stage})
-        found.append(_with_holes(process))
+        found.append(Process(f"{spec.pool}: rollout", spec.count, spec.device, held, {"rollout": stage}))
     return found
 
 
@@ -165,8 +164,22 @@ def bytes_of(config: Config) -> int:
     return 4 if config.model.dtype == "float32" else 2
 
 
-def _libraries(b: int, device: str) -> int:
-    return LIBRARIES[device] + ONEDNN * (device == "cpu" and b < 4)
+def _libraries(config: Config, process: ProcessSpec, models: set[ModelFacts]) -> dict[str, int]:
+    held = {"libraries": LIBRARIES[process.device]}
+    if process.device == "cpu" and bytes_of(config) < 4:
+        shapes = {shape for model in models for shape in _weight_shapes(model)}
+        small = [rows for rows in PROBE_ROWS if rows <= PACKED_BLOCK]
+        tried = sum(len(small) + sum(rows * out * into <= LARGEST for rows in LARGE) for out, into in shapes)
+        more = KERNELS_A_STEP * (config.trainer.total_training_steps or MOST_KERNELS)
+        kernels = min(len({1, 2, process.threads}) * tried + more, MOST_KERNELS)
+        held[f"code of {kernels} matrix products"] = kernels * KERNEL
+    return held
+
+
+def _weight_shapes(model: ModelFacts) -> set[tuple[int, int]]:
+    hidden, width, kv = model.hidden, model.heads * model.head_size, model.kv_heads * model.head_size
+    inner = {(model.intermediate, hidden), (hidden, model.intermediate)}
+    return inner | {(width, hidden), (hidden, width), (kv, hidden), (model.vocabulary, hidden)}
 
 
 def _frozen(model: ModelFacts, b: int, device: str) -> int:
@@ -192,7 +205,7 @@ def _group(
 ) -> Process:
     b, ranks, device = bytes_of(config), group.count, group.device
     sharded, shared = ranks > 1 and config.actor.strategy == "fsdp2", shares(config)
-    held = {"libraries": _libraries(b, device)}
+    held = _libraries(config, group, {model, *([critic] if critic is not None and "critic" in group.roles else [])})
     stages: dict[str, dict[str, int]] = {}
     rows = -(-config.data.train_batch_size * config.rollout.n // ranks)
     for role, facts in (("actor", model), ("critic", critic)):
@@ -205,7 +218,7 @@ def _group(
         several = part.rows < available
         # Sharded gradients are whole until the last backward pass of an optimizer step adds them up over the ranks.
         gradients = 4 * (facts.parameters if several or not sharded else -(-facts.parameters // ranks))
-        stages[f"{role} update"] = _update(config, facts, part, gradients, several, role == "actor", sharded)
+        stages[f"{role} update"] = _update(config, facts, part, gradients, several, role == "actor", sharded, device)
     if "reference" in group.roles:
         held["reference weights"] = _frozen(model, b, device)
         most, tokens = config.reference_batch()
@@ -221,20 +234,11 @@ def _group(
     width = config.data.max_prompt_length + config.data.max_response_length
     whole = config.data.train_batch_size * config.rollout.n
     held["columns of a batch"] = whole * (24 * width + 30 * config.data.max_response_length)
-    return _with_holes(Process(f"{group.pool}: {group.named_roles}", ranks, device, held, stages))
-
-
-def _with_holes(process: Process) -> Process:
-    """On a CPU, also what its heap keeps between tensors."""
-    if process.device == "cpu":
-        held = sum(process.held.values()) - process.held["libraries"]
-        for parts in process.stages.values():
-            parts["holes between tensors"] = int(HOLES * (held + sum(parts.values())))
-    return process
+    return Process(f"{group.pool}: {group.named_roles}", ranks, device, held, stages)
 
 
 def _update(
-    config: Config, model: ModelFacts, part: Pack, gradients: int, several: bool, head: bool, sharded: bool
+    config: Config, model: ModelFacts, part: Pack, gradients: int, several: bool, head: bool, sharded: bool, device: str
 ) -> dict[str, int]:
     """What a micro-batch's backward pass holds layer by layer, or all gradients behind it; and what is as large as the
     embedding, which finds no hole among what is smaller."""
@@ -253,6 +257,8 @@ def _update(
     large = {"the embedding's gradient": words * (b * (1 + (head and model.tied)))}
     if sharded:  # in float32, by gloo in a copy
         large["its sum over the ranks"] = 4 * words * 2
+    if device == "cpu":  # of these and the float32 gradient: glibc gives an aligned tensor no hole of just its size
+        large["holes of the last step"] = sum(large.values()) + 4 * words
     return max(begun, ended, key=lambda parts: sum(parts.values())) | large
 
 

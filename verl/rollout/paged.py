@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,9 @@ class KVPool:
     def _zeros(self, *shape: int) -> Tensor:
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        # numpy asks the system for zeros, torch would write them.
-        raw = np.zeros(math.prod(shape) * self._dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(raw).view(self._dtype).view(shape)
+        # The system has zeros to give, torch would write them, and so would the heap in what it has had back.
+        pages = mmap(-1, math.prod(shape) * self._dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
+        return torch.from_numpy(np.frombuffer(pages, np.uint8)).view(self._dtype).view(shape)
 
     def free(self) -> None:
         self.joined, self.keys, self.values = [], [], []
