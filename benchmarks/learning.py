@@ -34,7 +34,7 @@ RECIPES = {  # preset, and what is set beside it
     "ppo": ("ppo", ["trainer.critic_warmup=2"]),
     "async": ("grpo", ["trainer.mode=async", "trainer.max_staleness=1"]),
 }
-LABELS = {"grpo": "GRPO", "rloo": "RLOO", "dapo": "DAPO", "ppo": "PPO with critic", "async": "GRPO, async, staleness 1"}
+LABELS = {"grpo": "GRPO", "rloo": "RLOO", "dapo": "DAPO", "ppo": "PPO with critic", "async": "async, staleness 1"}
 COLOURS = {"grpo": "#2563eb", "rloo": "#059669", "dapo": "#d97706", "ppo": "#dc2626", "async": "#7c3aed"}
 WIDTH, HEIGHT, LEFT, BOTTOM, LEGEND = 720, 360, 48, 40, 24
 
@@ -100,7 +100,7 @@ def picture(found: dict[str, list[Learned]]) -> str:
 
     def at(step: float, value: float) -> str:
         x = LEFT + step / last * (WIDTH - LEFT - 12)
-        return f"{x:.1f},{HEIGHT - BOTTOM - value / top * (HEIGHT - BOTTOM - 12):.1f}"
+        return f"{x:.1f},{HEIGHT - BOTTOM - value / top * (HEIGHT - BOTTOM - 20):.1f}"
 
     def line(points: Sequence[tuple[float, float]], style: str) -> str:
         return f'<polyline points="{" ".join(at(*point) for point in points)}" fill="none" {style}/>'
@@ -114,6 +114,9 @@ def picture(found: dict[str, list[Learned]]) -> str:
         parts.append(text(LEFT - 8, float(at(0, tenth / 10).split(",")[1]) + 4, f"{tenth / 10:.1f}", "end"))
     steps = sorted({step for runs in found.values() for run in runs for step, _ in run.curve})
     parts += [text(float(at(step, 0).split(",")[0]), HEIGHT - BOTTOM + 18, str(step), "middle") for step in steps]
+    parts.append(
+        text(LEFT + 4, 10, "held-out accuracy") + text(WIDTH - 12, HEIGHT - BOTTOM - 6, "training step", "end")
+    )
     for row, (recipe, runs) in enumerate(found.items()):
         colour = f'stroke="{COLOURS[recipe]}"'
         parts += [line(run.curve, f'{colour} stroke-width="1" opacity="0.35"') for run in runs]
