@@ -27,13 +27,13 @@ import ray
 from test_rollout_worker import SPEC, bits, config_of, requests
 
 from verl.cluster.ray_runtime import _answers_anybody
-from verl.cluster import rollout_pool
+from verl.cluster import rollout_crew
 from verl.cluster.rollout_pool import RolloutPool
 from verl.cluster.weight_sync import Disk, SharedMemory, exported
 from verl.cluster.worker import Worker
 from verl.errors import ClusterError
 
-rollout_pool.ROOM_SECONDS = 1.0
+rollout_crew.ROOM_SECONDS = 1.0
 quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
 ray.init(address="local", num_cpus=3, resources={"place": 3}, **quiet)
 found = {"answers_anybody": _answers_anybody(ray.get_runtime_context().gcs_address)}
@@ -68,7 +68,7 @@ def versions_as(version):
 
 pool.publish(1)
 found["calm"] = bits(pool.generate(named("calm"))) == versions_as(1)
-pids = [ray.get(m.actor.__ray_call__.remote(lambda self: os.getpid())) for m in pool._members.values()]
+pids = [ray.get(m.actor.__ray_call__.remote(lambda self: os.getpid())) for m in pool._crew.members.values()]
 
 
 def later(*deeds):
@@ -98,6 +98,27 @@ found["killed and hung"] = bits(pool.generate(named("killed"))) == versions_as(2
 thread.join()
 until(lambda: count("died") == 2 and count("joined") == 4)
 found["retried"] = pool.metrics()["rollout/retried"]
+
+# Every engine fails with one response, wherever it is.
+poisoned, bad = named("poisoned"), 77
+
+
+def poison(self, slot=poisoned[bad].slot):
+    forward = self._engine._forward
+
+    def failing(plan):
+        if any(part.sequence.request.slot == slot for part in plan.work):
+            raise ValueError("no such place")
+        return forward(plan)
+
+    self._engine._forward = failing
+
+
+ray.get([m.actor.__ray_call__.remote(poison) for m in pool._crew.members.values()])
+results = pool.generate(poisoned)
+found["bad"] = results[bad].finish_reason
+found["good"] = bits(results[:bad] + results[bad + 1 :]) == versions_as(2)[:bad] + versions_as(2)[bad + 1 :]
+found["workers left"] = len(pool._crew.members), count("died")
 
 wish[0] = 3
 until(lambda: count("joined") == 5)
@@ -140,13 +161,13 @@ pool.cancel([request.slot for request in behind])
 # No worker answers in time: given up, named, and not waited for.
 pool._dispatcher._seconds = 0.0
 answers = pool.generate(named("overdue", 6))
-found["overdue"] = sorted({result.finish_reason for result in answers}), count("lost")
+found["overdue"] = sorted({result.finish_reason for result in answers}), count("lost") - 1  # the poisoned one
 
 # Every worker fails with whatever it is given.
 pool._dispatcher._seconds = math.inf
-rollout_pool.MAX_LOSSES = 0
-(member,) = pool._members.values()
-ray.get(member.actor.__ray_call__.remote(lambda self: setattr(self, "_engine", None)))
+rollout_crew.MAX_LOSSES = 0
+(member,) = pool._crew.members.values()
+ray.get(member.actor.__ray_call__.remote(lambda self: setattr(self, "_isolation", None)))
 try:
     pool.generate(named("hopeless", 2))
 except ClusterError as error:
@@ -184,6 +205,15 @@ def test_b096_a_killed_and_a_hanging_worker_change_nothing(found: dict[str, Any]
     assert found["killed and hung"] and found["retried"] > 0
     died = [detail for kind, _, detail in found["events"] if kind == "died"]
     assert died[0] == "died during advance" and "no answer to advance" in died[1]
+
+
+def test_b101_a_response_that_every_engine_fails_with_is_lost_alone_and_costs_no_worker(found: dict[str, Any]) -> None:
+    assert found["bad"] == "lost" and found["good"] and found["workers left"] == [2, 2]
+    subject = "response 1 of poisoned:p38"
+    told = [(kind, detail) for kind, name, detail in found["events"] if name == subject]
+    assert [kind for kind, _ in told] == ["failed"] * 3 + ["lost"]
+    assert "ValueError: no such place" in told[0][1] and "failed with it 3 times" in told[-1][1]
+    assert len({detail.partition(":")[0] for kind, detail in told[:3]}) == 2  # another worker has tried it, too
 
 
 def test_it_tells_what_each_worker_did(found: dict[str, Any]) -> None:

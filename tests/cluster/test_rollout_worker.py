@@ -119,6 +119,31 @@ def test_a_response_handed_back_goes_on_elsewhere_and_ends_as_if_undisturbed(tin
     assert one.advance([], 0.0).stats.active == 0
 
 
+def test_b101_a_request_that_the_engine_fails_with_is_named_and_the_others_have_their_bits(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = RolloutWorker(config_of(tiny_model_dir), SPEC)
+    worker.setup()
+    work = requests(6)
+    expected = bits(run(worker, work))
+    bad, forward = work[3].slot, worker._engine._forward
+
+    def failing(plan: Any) -> Any:
+        if any(part.sequence.request.slot == bad and part.start >= 9 for part in plan.work):
+            raise ValueError("no such place")
+        return forward(plan)
+
+    monkeypatch.setattr(worker._engine, "_forward", failing)
+    progress = [worker.advance(work, 0.0)]
+    while worker._isolation.busy:
+        progress.append(worker.advance([], 0.0))
+    failed = {slot: reason for part in progress for slot, reason in part.failed.items()}
+    assert list(failed) == [bad] and failed[bad].startswith("ValueError: no such place")
+    found = {result.slot: result for part in progress for result in part.results}
+    good = [request.slot for request in work if request.slot != bad]
+    assert bits([found[slot] for slot in good]) == [part for i, part in enumerate(expected) if i != 3]
+
+
 def test_a_version_goes_when_a_newer_one_is_used_and_no_worker_is_reading_it(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()

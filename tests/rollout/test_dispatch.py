@@ -191,6 +191,14 @@ def test_a_prompt_that_always_fails_is_lost_and_the_others_go_on() -> None:  # B
     assert outcomes[-1] == Lost(bad.slot, "the engine failed with it 3 times, the last time: no token of it is known")
 
 
+def test_what_failed_goes_to_another_worker_where_one_has_a_place() -> None:
+    dispatcher = with_workers(9, 9)
+    dispatcher.submit(group(0), 0.0)
+    assert list(dispatcher.assign(0.0)) == ["0"]
+    dispatcher.fail("0", slots(group(0)), "broken", 0.0)
+    assert dispatcher.assign(0.0) == {"1": group(0)}
+
+
 def test_failures_and_lost_workers_have_budgets_of_their_own() -> None:
     dispatcher = with_workers(1, prompt_attempts=2, worker_attempts=2)
     dispatcher.submit(group(0) + group(1), 0.0)

@@ -82,7 +82,8 @@ def pool_metrics() -> set[str]:
     pool, worker = object.__new__(RolloutPool), "rollout worker 1"
     stats = SimpleNamespace(oldest_wait=0.0, counts=Counter(), in_flight={worker: 0}, idle_share={worker: 0.5})
     pool._dispatcher = SimpleNamespace(stats=lambda now: stats)
-    pool._changed, pool._members = threading.Condition(), {worker: SimpleNamespace(memory=1)}
+    pool._changed = threading.Condition()
+    pool._crew = SimpleNamespace(members={worker: SimpleNamespace(memory=1)})
     pool._waited, pool._counted = 0.0, Counter()
     return set(pool.metrics())
 

@@ -1,4 +1,4 @@
-"""Rollout on worker processes of its own: kept busy, watched, replaced, added and taken away while a run goes on."""
+"""Rollout on worker processes of its own, kept busy while a run goes on; who they are is the crew's concern."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -15,12 +14,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.cluster.early_scoring import for_scoring
-from verl.cluster.groups import ray_options
 from verl.cluster.object_store import STORE_FULL, store_full, stored
 from verl.cluster.placement import WorkerSpec
 from verl.cluster.profiling import Span, joined
-from verl.cluster.ray_worker import RayWorkers, memory_kills
-from verl.cluster.rollout_worker import Progress, RolloutWorker
+from verl.cluster.ray_worker import RayWorkers
+from verl.cluster.rollout_crew import Crew, Member
+from verl.cluster.rollout_worker import Progress
 from verl.cluster.start import EventLog
 from verl.cluster.weight_sync import Disk, SharedMemory, WeightSync
 from verl.config import Config
@@ -29,53 +28,12 @@ from verl.protocol import DataProto
 from verl.rollout.dispatch import Dispatcher, Lost, Outcome
 from verl.rollout.parity import ParityReport
 from verl.rollout.protocol import EngineStats, Request, Result, Slot, lost_result
-from verl.rollout.scaling import Load, ScalingPolicy
 from verl.run_dir import RunDir
 
 ADVANCE_SECONDS = 0.25  # an answer is a sign of life
 CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
 TICK_SECONDS = 0.05
-WISH_SECONDS = 1.0
-ROOM_SECONDS = 20.0  # a worker that is not ready by then may have no room
-SPARE_REQUESTS = 8  # in a worker's hands beyond what it decodes at once: a finished row's place is refilled at once
 WORKER_ATTEMPTS = 6  # a response is lost with the last of so many workers
-MAX_LOSSES = 3  # workers lost in a row, beyond one each, without a sign of work by any, before the pool gives up
-
-
-@dataclass
-class _Member:
-    """A worker process.
-
-    Attributes:
-        calls: references of calls under way, oldest first, with what was called.
-        heard: when it last answered, or had its first call after a pause.
-        ready: it is set up, and may be given requests.
-        told: it has been logged that this takes long.
-        leaving: it has been asked to hand back what it has, and ends then.
-        weights: version and reference that it has yet to take; ``loading``: the version that it is taking.
-        stats: of its engine, at its last answer.
-        memory: bytes that it held at its last answer.
-        spans: what it has done that nobody has asked for yet.
-    """
-
-    name: str
-    spec: WorkerSpec
-    actor: Any
-    calls: dict[Any, str] = field(default_factory=dict)
-    heard: float = 0.0
-    ready: bool = False
-    told: bool = False
-    leaving: bool = False
-    weights: tuple[int, Any] | None = None
-    loading: int | None = None
-    stats: EngineStats | None = None
-    memory: int = 0
-    spans: list[Span] = field(default_factory=list)
-
-    def call(self, method: str, *arguments: Any) -> None:
-        if not self.calls:
-            self.heard = time.monotonic()
-        self.calls[getattr(self.actor, method).remote(*arguments)] = method
 
 
 class RolloutPool:
@@ -110,23 +68,13 @@ class RolloutPool:
     ) -> None:
         self._config, self._sync, self._log = config, sync, log
         self._dispatcher = Dispatcher(WORKER_ATTEMPTS, seconds=config.rollout.response_timeout or inf)
-        self._members: dict[str, _Member] = {}
         self._boxes: dict[Slot, list[Result]] = {}  # of those who wait in generate()
         self._finished: list[Result] = []
-        self._weights: tuple[int, Any] | None = None
         self._failure: VerlError | None = None
         self._changed = threading.Condition()
-        self._born = self._losses = 0
-        self._kills = memory_kills()
-        self._specs = [spec for spec in specs for _ in range(spec.count)]
-        settings, given = config.rollout, len(self._specs)
-        self._most = settings.max_workers or max(given, settings.min_workers or given)
-        self._least = min(settings.min_workers or given, self._most)
-        self._target = min(max(given, self._least), self._most)
-        self._policy = ScalingPolicy(self._least, self._most)
-        self._scorer, self._wish, self._wish_asked = scorer, wish, 0.0
+        self._crew = Crew(config, specs, self._dispatcher, log, wish)
+        self._scorer = scorer
         self._listener = None if scorer is None else scorer.listener
-        self._places = settings.max_num_seqs + SPARE_REQUESTS
         self._waited, self._counted = 0.0, Counter[str]()
         self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
 
@@ -140,9 +88,8 @@ class RolloutPool:
         """
         timeout = self._config.cluster.start_timeout
         with self._changed:
-            for place in range(self._target):
-                self._start_worker(self._specs[place % len(self._specs)])
-        members = list(self._members.values())
+            self._crew.fill()
+        members = list(self._crew.members.values())
         references = [next(iter(member.calls)) for member in members]
         _, missing = ray.wait(references, num_returns=len(references), timeout=timeout)
         if missing:
@@ -158,11 +105,11 @@ class RolloutPool:
         sampled = [self._call_now(ref, "sample", member) for ref, member in zip(samples, members, strict=True)]
         with self._changed:
             for member in members:
-                self._join(member)
+                self._crew.join(member)
         self._thread.start()
         return sampled
 
-    def _call_now(self, reference: Any, what: str, member: _Member) -> Any:
+    def _call_now(self, reference: Any, what: str, member: Member) -> Any:
         timeout = self._config.cluster.start_timeout
         try:
             return ray.get(reference, timeout=timeout)
@@ -195,7 +142,7 @@ class RolloutPool:
 
     def _abort(self, given_up: dict[str, list[Slot]]) -> None:
         for name, slots in given_up.items():
-            self._members[name].call("abort", slots)
+            self._crew.members[name].call("abort", slots)
 
     def finished(self) -> list[Result]:
         with self._changed:
@@ -207,23 +154,23 @@ class RolloutPool:
         """Every worker takes the weights before what is submitted from now on."""
         reference = self._sync.publish(version)
         with self._changed:
-            self._weights = version, reference
-            for member in self._members.values():
-                member.weights = self._weights
+            self._crew.weights = version, reference
+            for member in self._crew.members.values():
+                member.weights = self._crew.weights
             self._retire()
             self._changed.notify_all()
 
     def _retire(self) -> None:
         """Let go of versions that no worker takes any more."""
-        assert self._weights is not None
-        loading = {member.loading for member in self._members.values() if member.loading is not None}
-        self._sync.retire(loading | {self._weights[0]})
+        assert self._crew.weights is not None
+        loading = {member.loading for member in self._crew.members.values() if member.loading is not None}
+        self._sync.retire(loading | {self._crew.weights[0]})
 
     def stats(self) -> EngineStats:
         """Sums over the workers; the version is the last one published."""
         with self._changed:
-            known = [member.stats for member in self._members.values() if member.stats is not None]
-            version = self._weights[0] if self._weights else 0
+            known = [member.stats for member in self._crew.members.values() if member.stats is not None]
+            version = self._crew.weights[0] if self._crew.weights else 0
         return EngineStats.total(known, version)
 
     def metrics(self) -> dict[str, float]:
@@ -235,7 +182,7 @@ class RolloutPool:
             stats = self._dispatcher.stats(time.monotonic())
             waited, self._waited = max(self._waited, stats.oldest_wait), 0.0
             new, self._counted = stats.counts - self._counted, stats.counts
-            held = {name: member.memory / 2**30 for name, member in self._members.items()}
+            held = {name: member.memory / 2**30 for name, member in self._crew.members.items()}
         return {
             "rollout/workers": float(len(stats.in_flight)),
             "rollout/idle_share": sum(stats.idle_share.values()) / max(len(stats.idle_share), 1),
@@ -247,13 +194,13 @@ class RolloutPool:
 
     def profile(self, folder: str | None) -> None:
         with self._changed:
-            for member in (member for member in self._members.values() if member.ready and not member.leaving):
+            for member in self._crew.working:
                 member.call("profile", folder)
 
     def spans(self) -> dict[str, list[Span]]:
         with self._changed:
-            found = {member.name.replace(" ", "_"): joined(member.spans) for member in self._members.values()}
-            for member in self._members.values():
+            found = {member.name.replace(" ", "_"): joined(member.spans) for member in self._crew.members.values()}
+            for member in self._crew.members.values():
                 member.spans = []
         return found
 
@@ -263,7 +210,7 @@ class RolloutPool:
             self._fail(ClusterError("the run has ended its rollout workers"))
         if self._thread.is_alive():
             self._thread.join(timeout=10)
-        for member in self._members.values():
+        for member in self._crew.members.values():
             ray.kill(member.actor)
         self._sync.close()
 
@@ -293,9 +240,12 @@ class RolloutPool:
         with self._changed:
             if self._failure is not None:
                 return False
-            self._rescale()
+            now = time.monotonic()
+            stats = self._dispatcher.stats(now)
+            self._waited = max(self._waited, stats.oldest_wait)
+            self._crew.rescale(stats, now)
             self._feed()
-            calls = {call: member for member in self._members.values() for call in member.calls}
+            calls = {call: member for member in self._crew.members.values() for call in member.calls}
             if not calls:
                 self._changed.wait(TICK_SECONDS)
                 return True
@@ -304,61 +254,32 @@ class RolloutPool:
         with self._changed:
             for call in done:
                 self._answer(calls[call], call)
-            self._end_silent()
+            self._crew.end_silent()
             self._abort(self._dispatcher.expire(time.monotonic()))
             self._deliver(self._dispatcher.take())
             self._changed.notify_all()
         return True
 
-    def _rescale(self) -> None:
-        now = time.monotonic()
-        if now - self._wish_asked >= WISH_SECONDS:
-            wish, settings = self._wish(), self._config.rollout
-            self._policy.wish, self._wish_asked = wish, now
-            if wish is not None:  # bounds that nobody gave do not bind a user's wish
-                self._policy.min_workers = self._least if settings.min_workers else min(self._least, wish)
-                self._policy.max_workers = self._most if settings.max_workers else max(self._most, wish)
-        stats = self._dispatcher.stats(now)
-        self._waited = max(self._waited, stats.oldest_wait)
-        staying = [member for member in self._members.values() if not member.leaving]
-        ready = sum(member.ready for member in staying)
-        if self._policy.wish is not None:  # what still starts is given up at once: there may be no room for it, ever
-            self._target = min(self._target, max(self._policy.wish, self._policy.min_workers, ready))
-        moving = len(self._members) - ready
-        held = sum(stats.in_flight.values())
-        load = Load(len(staying) - moving, moving, self._places, stats.queued, stats.oldest_wait, held)
-        self._target += self._policy.decide(now, load)
-        for place in range(len(staying), self._target):
-            self._start_worker(self._specs[place % len(self._specs)])
-        for member in staying[self._target :]:
-            if not member.ready:
-                self._end(member, "left", "before it was ready")
-                continue
-            member.leaving = True
-            self._dispatcher.drain_worker(member.name)
-            member.call("abort")
-
     def _feed(self) -> None:
         """Send weights first, then what there is to do."""
-        for member in self._members.values():
-            if member.weights is None or not member.ready or member.leaving:
-                continue
+        for member in (member for member in self._crew.working if member.weights is not None):
             busy = self._dispatcher.in_hand(member.name) > 0
             if busy and not self._config.rollout.partial:
                 self._dispatcher.drain_worker(member.name)  # until it has finished what the old weights began
                 continue
+            assert member.weights is not None
             member.loading, reference = member.weights
             member.call("load_weights", member.loading, reference)
             member.weights = None
             self._dispatcher.drain_worker(member.name, False)
         assigned = self._dispatcher.assign(time.monotonic())
-        for member in (m for m in self._members.values() if m.ready and not m.leaving):
+        for member in self._crew.working:
             requests = assigned.get(member.name, [])
             advancing = sum(method == "advance" for method in member.calls.values())
             if requests or (advancing < CALLS_AHEAD and self._dispatcher.in_hand(member.name)):
                 member.call("advance", requests, ADVANCE_SECONDS)
 
-    def _answer(self, member: _Member, call: Any) -> None:
+    def _answer(self, member: Member, call: Any) -> None:
         method = member.calls.pop(call, None)
         if method is None:  # of a worker that was ended
             return
@@ -370,43 +291,28 @@ class RolloutPool:
         except RayTaskError as error:
             if isinstance(error.cause, VerlError):
                 raise error.cause from error
-            self._lose(member, f"{type(error.cause).__name__} during {method}: {error.cause}")
+            self._crew.lose(member, f"{type(error.cause).__name__} during {method}: {error.cause}")
             return
         except RayActorError:
-            starved = memory_kills() > self._kills
-            self._kills = memory_kills()
-            self._lose(
-                member, f"died during {method}" + (": the machine ran out of memory (SIGKILL)" if starved else "")
-            )
+            self._crew.died(member, method)
             return
         if method == "setup":
-            self._join(member)
+            self._crew.join(member)
         elif method == "load_weights":
             member.loading = None
             self._retire()
         elif method == "abort":
             self._dispatcher.hand_back(member.name, answer, now)
             if member.leaving:
-                self._end(member, "left", "its requests went on elsewhere")
+                self._crew.leave(member)
         elif isinstance(answer, Progress):
-            member.stats, self._losses = answer.stats, 0
-            member.memory = answer.memory
+            self._crew.works()
+            member.stats, member.memory = answer.stats, answer.memory
             member.spans += answer.spans
             self._dispatcher.complete(member.name, answer.results, now)
-
-    def _end_silent(self) -> None:
-        timeout, now = self._config.rollout.worker_timeout, time.monotonic()
-        for member in list(self._members.values()):
-            limit = timeout if member.ready else max(timeout, self._config.cluster.start_timeout)
-            if not (member.ready or member.told) and now - member.heard > ROOM_SECONDS:
-                member.told, free = True, ray.available_resources()
-                wants = [
-                    f"{amount:g} {key} (free: {free.get(key, 0):g})" for key, amount in member.spec.needs().items()
-                ]
-                self._log("waiting", member.name, f"not ready after {ROOM_SECONDS:g} s; it wants {', '.join(wants)}")
-            if member.calls and now - member.heard > limit:
-                method = next(iter(member.calls.values()))
-                self._lose(member, f"no answer to {method} for {now - member.heard:.0f} s (rollout.worker_timeout)")
+            for slot, reason in answer.failed.items():
+                self._log("failed", f"response {slot.index} of {slot.uid}", f"{member.name}: {reason}")
+                self._dispatcher.fail(member.name, [slot], reason, now)
 
     def _deliver(self, outcomes: Sequence[Outcome]) -> None:
         results = [outcome if isinstance(outcome, Result) else self._lost(outcome) for outcome in outcomes]
@@ -418,41 +324,6 @@ class RolloutPool:
     def _lost(self, lost: Lost) -> Result:
         self._log("lost", f"response {lost.slot.index} of {lost.slot.uid}", lost.reason)
         return lost_result(lost.slot)
-
-    # who there is ----------------------------------------------------------------------------------------------------
-
-    def _start_worker(self, spec: WorkerSpec) -> None:
-        self._born += 1
-        name = f"rollout worker {self._born}"
-        remote = ray.remote(RolloutWorker).options(**ray_options(spec, self._config, frozenset({"rollout"})))
-        member = _Member(
-            name, spec, remote.remote(self._config, spec, name), heard=time.monotonic(), weights=self._weights
-        )
-        member.call("setup")
-        self._members[name] = member
-        self._log("started", name, f"pool {spec.pool}, {spec.threads} threads")
-
-    def _join(self, member: _Member) -> None:
-        member.ready = True
-        self._dispatcher.add_worker(member.name, self._places, time.monotonic())
-        self._log("joined", member.name, "")
-
-    def _lose(self, member: _Member, reason: str) -> None:
-        """A worker that died, hangs or failed: its requests go back, and another takes its place."""
-        self._end(member, "died", reason)
-        self._losses += 1
-        if self._losses >= MAX_LOSSES + len(self._members):
-            raise ClusterError(f"{self._losses} rollout workers were lost one after the other", reason)
-        if not member.leaving and len(self._members) < self._target:
-            self._start_worker(member.spec)
-
-    def _end(self, member: _Member, kind: str, reason: str) -> None:
-        del self._members[member.name]
-        member.calls.clear()
-        self._dispatcher.remove_worker(member.name, reason, time.monotonic())
-        with suppress(Exception):
-            ray.kill(member.actor)
-        self._log(kind, member.name, reason)
 
     def _fail(self, error: Exception) -> None:
         """Whoever waits, now or later, gets this."""

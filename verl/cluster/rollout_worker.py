@@ -18,6 +18,7 @@ from verl.models.loading import load_causal_lm, load_tokenizer, stop_ids
 from verl.models.memory import held_memory
 from verl.models.policy import PolicyModel
 from verl.rollout.embedded import EmbeddedEngine, EngineLimits
+from verl.rollout.isolation import Isolation
 from verl.rollout.protocol import EngineStats, Request, Result, Slot, generate
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ class Progress:
 
     Attributes:
         results: finished since the last answer.
+        failed: what the engine fails with, and how.
         seconds: spent on it.
         memory: bytes of main memory that the worker holds.
         spans: what it has done since the last answer.
     """
 
     results: list[Result]
+    failed: dict[Slot, str]
     stats: EngineStats
     seconds: float
     memory: int
@@ -67,6 +70,7 @@ class RolloutWorker:
             rollout = rollout.model_copy(update={"kv_cache_gb": spec.kv_cache_gb})
         limits = EngineLimits.of_run(rollout, config.data, spec.count)
         self._engine = EmbeddedEngine(policy, tokenizer, limits, stop_ids(path, tokenizer))
+        self._isolation = Isolation(self._engine)
 
     def sample(self, requests: list[Request]) -> list[Result]:
         """All of them to their end."""
@@ -76,20 +80,20 @@ class RolloutWorker:
         """Take these on and compute for about so long, or until something has finished."""
         started = time.monotonic()
         with self.recorder.call("rollout", "advance"):
-            self._engine.submit(list(requests))
+            self._isolation.submit(requests)
             while True:
-                results, stats = self._engine.step(), self._engine.stats()
-                seconds_spent = time.monotonic() - started
-                if results or seconds_spent >= seconds or not (stats.waiting or stats.active):
+                results, failed = self._isolation.step()
+                spent = time.monotonic() - started
+                if results or failed or spent >= seconds or not self._isolation.busy:
                     break
-        return Progress(results, stats, seconds_spent, held_memory(), self.recorder.take())
+        return Progress(results, failed, self._engine.stats(), spent, held_memory(), self.recorder.take())
 
     def profile(self, folder: str | None) -> None:
         self.recorder.profile(folder)
 
     def abort(self, slots: list[Slot] | None = None) -> list[Result]:
         """Give these (None: all) back as far as they are."""
-        return self._engine.abort(slots)
+        return self._isolation.abort(slots)
 
     @recorded("rollout")
     def load_weights(self, version: int, weights: Weights | str) -> None:

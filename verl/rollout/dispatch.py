@@ -72,6 +72,7 @@ class _Entry:
     served: float = 0.0  # the worker's ``served`` when it was sent
     losses: int = 0  # workers that were lost with it
     failures: int = 0
+    failed_with: str | None = None  # the last worker whose engine failed with it
     gone: bool = False  # withdrawn while it was in the queue, and to be passed over there
 
     @property
@@ -272,20 +273,21 @@ class Dispatcher:
             entry = self._release(worker, result.slot, now, len(result.response_ids))
             if entry is not None:
                 if len(result.response_ids):
-                    resume = Resume(result.response_ids, result.log_probs, result.versions, result.kept_log_mass)
-                    entry.request = replace(entry.request, resume=resume)
+                    entry.request = replace(entry.request, resume=Resume.of(result))
                 back.append(entry)
         self._enqueue(back, front=True)
 
     def fail(self, worker: str, slots: Iterable[Slot], reason: str, now: float) -> None:
         """The engine failed with these prompts. They are tried again, after all others, or lost.
 
+        Another worker tries them where one has a place.
+
         Raises:
             EngineError: it fails with all prompts.
         """
         failed = [entry for slot in slots if (entry := self._release(worker, slot, now)) is not None]
         for entry in failed:
-            entry.failures += 1
+            entry.failures, entry.failed_with = entry.failures + 1, worker
             if entry.failures == 1:
                 self._failing.add(entry.request.slot.uid)
             if entry.failures >= self._prompt_attempts:
@@ -356,7 +358,8 @@ class Dispatcher:
         """One that has room for the whole next group, and of these the one that would be done with it first."""
         group = self._queue[0] if self._queue else ()
         size, cost = len(group), sum(entry.tokens for entry in group)
-        return min(ready, key=lambda w: (w.room < size, (w.tokens + cost) / w.rate))
+        avoided = group[0].failed_with if group else None
+        return min(ready, key=lambda w: (w.name == avoided, w.room < size, (w.tokens + cost) / w.rate))
 
     def _claim(self, worker: _Worker) -> _Group | None:
         """The group that it goes on with: its own, the next one, or the one that waits for the busiest worker."""

@@ -134,6 +134,13 @@ class Resume:
     versions: NDArray[np.int32]
     kept_log_mass: NDArray[np.float32] | None = None
 
+    @classmethod
+    def of(cls, part: Result, tokens: int | None = None) -> Resume:
+        """Of a result's first tokens; None: all."""
+        mass = part.kept_log_mass
+        columns = (part.response_ids[:tokens], part.log_probs[:tokens], part.versions[:tokens])
+        return cls(*columns, None if mass is None else mass[:tokens])
+
 
 @dataclass(frozen=True)
 class Request:
