@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from verl.config import load_config
-from verl.config.schema_data import JudgeConfig
+from verl.config.schema_reward import JudgeConfig
 from verl.data.files import DATA_ENDINGS
 from verl.data.tables import open_table
 from verl.errors import VerlError

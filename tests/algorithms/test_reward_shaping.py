@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl.algorithms.masking import Moments
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.reward_shaping import RewardShaper, length_factors, length_penalties, overlong_penalties
-from verl.config.schema_data import RewardConfig
+from verl.config.schema_reward import RewardConfig
 
 
 def f64(*values: float) -> torch.Tensor:

@@ -177,7 +177,7 @@ def test_functions_for_a_batch_get_texts_and_columns(files, capsys):
         (["mine.py", "--responses", "rows.jsonl", "--response-key", "respons"], "did you mean response"),
         (["mine.py", "--data", "rows.jsonl", "--option", "scal=3"], "does not take scal"),
         (["auto", "--data", "rows.jsonl"], "belongs to this data source"),
-        (["mine.py", "--data", "rows.jsonl", "--timeout", "0"], "0 is no time"),
+        (["mine.py", "--data", "rows.jsonl", "--timeout", "0"], "0 is not above 0"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_the_way_out(files, capsys, words, said):

@@ -16,7 +16,7 @@ from verl.cluster import profiling
 from verl.cluster.profiling import Recorder, joined, nsight_options, recorded
 from verl.cluster.start import require_machine
 from verl.config import build_config
-from verl.config.schema_profiler import ProfilerConfig
+from verl.config.schema_cluster import ProfilerConfig
 from verl.errors import ClusterError, ConfigError
 
 

@@ -273,7 +273,7 @@ def test_resume_path_needs_a_path():
     assert error.value == "null"
     assert load("trainer.resume_mode=resume_path", "trainer.resume_from_path=x").notices == []
     assert load("trainer.resume_from_path=x").notices == [
-        "trainer.resume_from_path has no effect: trainer.resume_mode is auto, not resume_path"
+        "trainer.resume_from_path=x has no effect: trainer.resume_mode is auto, not resume_path"
     ]
 
 
@@ -288,7 +288,7 @@ def test_reward_rule_and_own_function_exclude_each_other():
         (("trainer.device=cpu", "trainer.n_gpus_per_node=8"), "trainer.n_gpus_per_node=8 is set aside"),
         (("trainer.test_freq=5",), "trainer.test_freq=5 has no effect: data.val_files is empty"),
         (("trainer.critic_warmup=5", "algorithm.adv_estimator=grpo"), "trainer.critic_warmup=5 has no effect"),
-        (("cluster.backend=inline", "cluster.address=a:1"), "cluster.address has no effect"),
+        (("cluster.backend=inline", "cluster.address=a:1"), "cluster.address=a:1 has no effect"),
         (("actor.use_kl_loss=true", "actor.kl_loss_coef=0"), "actor.kl_loss_coef=0"),
         (
             ("actor.optim.lr_warmup_steps=10", "trainer.total_training_steps=5"),

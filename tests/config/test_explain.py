@@ -81,7 +81,7 @@ def test_other_spellings() -> None:
 
 def test_sections() -> None:
     lines = explain("actor.optim").splitlines()
-    assert lines[0] == "actor.optim: Optimizer and schedule."
+    assert lines[0] == "actor.optim: AdamW and its learning-rate schedule."
     assert [line.split()[0] for line in lines if line.startswith("  actor.optim.")] == [
         key for key in leaves() if key.startswith("actor.optim.")
     ]

@@ -219,7 +219,7 @@ def test_fp16_in_the_flat_spelling():
     model = loaded.config.model
     assert (model.dtype, model.fp16.loss_scale, model.fp16.initial_scale_power) == ("float16", 1024, 4)
     assert loaded.notices == [
-        "model.fp16.initial_scale_power has no effect: model.fp16.loss_scale=1024 is fixed",
+        "model.fp16.initial_scale_power=4 has no effect: model.fp16.loss_scale=1024 is fixed",
     ]
     with pytest.raises(ConfigError, match="training.fp16.enabled and model.dtype ask for different compute types"):
         load("training.fp16.enabled=true", "model.dtype=bf16")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from verl.config import build_config
-from verl.config.schema_data import JudgeConfig, RewardConfig
+from verl.config.schema_reward import JudgeConfig, RewardConfig
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.judge import Judge, as_text

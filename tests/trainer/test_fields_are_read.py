@@ -14,7 +14,7 @@ from stage_cases import tiny_config, write_rows
 
 from verl.config import Config
 from verl.config.base import Section
-from verl.config.schema_sandbox import SandboxConfig
+from verl.config.schema_reward import SandboxConfig
 from verl.trainer.run import train
 
 # What these runs have no part of. Tests of their own show that each acts.

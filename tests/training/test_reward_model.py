@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from verl.cluster.early_scoring import PROMPT_COLUMNS, EarlyScoring
 from verl.config import RewardConfig
-from verl.config.schema_data import RewardModelConfig
+from verl.config.schema_reward import RewardModelConfig
 from verl.data.examples import padded
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME

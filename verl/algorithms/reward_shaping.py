@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.algorithms.masking import Moments
 from verl.algorithms.metric import Metric, mean_metric
 from verl.config import Config
-from verl.config.schema_data import RewardConfig
+from verl.config.schema_reward import RewardConfig
 
 
 def length_factors(scores: Tensor, lengths: Tensor, alpha: float, positive_only: bool) -> Tensor:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl.errors import ConfigError
+from verl.json_lines import json_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Commands = argparse._SubParsersAction  # what ``add_subparsers`` returns
 
@@ -98,20 +105,23 @@ def common() -> argparse.ArgumentParser:
 
 
 def command(
-    commands: Commands, name: str, help: str, run: Callable[[argparse.Namespace], int | None], epilog: str, **late: Any
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], **late: Any
 ) -> argparse.ArgumentParser:
     """A command that does something.
 
     Args:
-        epilog: its examples, each a line that begins with two spaces and ``verl``, and what else there is to say.
+        run: does it. Its docstring is the help: what it does, then examples (lines that begin with ``verl``) and what
+            else there is to say.
         late: ``late_epilog``, see :class:`Parser`.
     """
+    about, _, more = (inspect.getdoc(run) or name).partition("\n\n")
+    more = re.sub("^verl ", "  verl ", more, flags=re.MULTILINE)
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         parents=[common()],
-        help=help,
-        description=f"{help[0].upper()}{help[1:]}.",
-        epilog=f"examples:\n{epilog}" if epilog.startswith("  verl ") else epilog,
+        help=f"{about[0].lower()}{about[1:].rstrip('.')}",
+        description=about,
+        epilog=f"examples:\n{more}" if more.startswith("  verl ") else more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **late,
     )
@@ -129,6 +139,18 @@ def group(commands: Commands, name: str, help: str) -> Commands:
     parser.set_defaults(command=needs_a_command)
     inner = parser.add_subparsers(title="commands", metavar="COMMAND")
     return inner
+
+
+def print_json(value: Any) -> None:
+    """What ``--json`` prints: one line of strict JSON."""
+    print(json_line(value), flush=True)
+
+
+def terminal() -> Console:
+    """Where tables and styled text are printed: words as they are, long lines left to the terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def write_page(text: str, out: Path | None) -> None:
@@ -149,11 +171,8 @@ def settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
         ConfigError: a word is blank, or more than one is neither.
     """
     if any(not word.strip() for word in words):
-        raise ConfigError(
-            "an argument is blank",
-            None,
-            "a line of the script probably ends in a backslash and a space: remove the space",
-        )
+        fix = "a line of the script probably ends in a backslash and a space: remove the space"
+        raise ConfigError("an argument is blank", None, fix)
     files = [word for word in words if "=" not in word and not word.startswith("~")]
     if len(files) > 1:
         odd = next((word for word in files if not word.endswith((".yaml", ".yml"))), None)
@@ -163,36 +182,38 @@ def settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), [word for word in words if word not in files]
 
 
-def positive(text: str) -> int:
-    return _whole(text, 1)
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an argument: a whole number from ``least`` up."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+        return value
+
+    return read
 
 
-def not_negative(text: str) -> int:
-    return _whole(text, 0)
+positive, not_negative = whole(1), whole(0)
 
 
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
-    return value
+def number(least: float = -inf, most: float = inf, above: bool = False) -> Callable[[str], float]:
+    """The type of an argument: a finite number from ``least``, or above it, up to ``most``."""
+    words = f"{'above' if above else 'at least'} {least:g}" + ("" if most == inf else f" and at most {most:g}")
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (least < value if above else least <= value) or not value <= most or not isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {words}" if isfinite(least) else f"{text} is not finite")
+        return value
+
+    return read
 
 
-def seconds(text: str) -> float:
-    value = temperature(text)
-    if not value:
-        raise argparse.ArgumentTypeError("0 is no time")
-    return value
-
-
-def temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
-    return value
+above_zero = number(0, above=True)

@@ -69,20 +69,20 @@ complete -c verl -f -a '(__verl_words)'
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
-_EXAMPLES = """\
-  verl completion bash
-  verl completion fish
-
-To have it in every shell, put into ~/.bashrc or ~/.zshrc (behind compinit) the line
-  eval "$(verl completion bash)"        # or zsh
-and for fish write it into ~/.config/fish/completions/verl.fish.
-"""
-
 
 def add(commands: Commands, root: Callable[[], argparse.ArgumentParser]) -> None:
     """``root`` makes the parser of the whole command line."""
 
     def run(arguments: argparse.Namespace) -> None:
+        """Print what lets a shell complete verl's words.
+
+        verl completion bash
+        verl completion fish
+
+        To have it in every shell, put into ~/.bashrc or ~/.zshrc (behind compinit) the line
+          eval "$(verl completion bash)"        # or zsh
+        and for fish write it into ~/.config/fish/completions/verl.fish.
+        """
         if arguments.shell == ASK:
             for name, help in candidates(root(), arguments.line or [""]):
                 print(f"{name}\t{help}" if help else name)
@@ -91,7 +91,7 @@ def add(commands: Commands, root: Callable[[], argparse.ArgumentParser]) -> None
         else:
             raise ConfigError("no completion for this shell", arguments.shell, f"one of {', '.join(SCRIPTS)}")
 
-    completion = command(commands, "completion", "print what lets a shell complete verl's words", run, _EXAMPLES)
+    completion = command(commands, "completion", run)
     completion.add_argument("shell", metavar="SHELL", help=", ".join(SCRIPTS))
     completion.add_argument("line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
 

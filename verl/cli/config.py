@@ -7,24 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, command, group, write_page
+from verl.cli.arguments import Commands, command, group, print_json, terminal, write_page
 
 if TYPE_CHECKING:
     from verl.config import LoadedConfig
 
-_SHOW = """\
-Without CONFIG: the defaults. A value that is required and not given reads ???.
-The output is YAML; origins are comments in it. Notices go to standard error.
-
-  verl config show examples/quickstart.yaml rollout.n=16
-  verl config show runs/quickstart --changed
-  verl config show actor.optim
-"""
-
 
 def add(commands: Commands) -> None:
     config = group(commands, "config", "look at a configuration, explain its keys")
-    show = command(config, "show", "the resolved configuration with the origin of every value", _show, _SHOW)
+    show = command(config, "show", _show)
     show.add_argument(
         "words",
         nargs="*",
@@ -36,42 +27,31 @@ def add(commands: Commands) -> None:
     show.add_argument("--no-origins", action="store_true", help="the bare YAML")
     show.add_argument("--json", action="store_true", help="values, defaults and origins as JSON")
 
-    explain = command(
-        config,
-        "explain",
-        "meaning, unit, default and spellings of keys",
-        _explain,
-        "  verl config explain actor.optim.lr",
-    )
+    explain = command(config, "explain", _explain)
     explain.add_argument("key", nargs="*", metavar="KEY", help="a key or section in any spelling; none: all sections")
     explain.add_argument("--json", action="store_true", help="the same as text, and the facts of each key, as JSON")
 
-    diff = command(
-        config,
-        "diff",
-        "what differs between two configurations",
-        _diff,
-        "  verl config diff runs/first my.yaml\n\nThe exit code is 0 whether they differ or not.",
-    )
+    diff = command(config, "diff", _diff)
     for name in ("A", "B"):
         diff.add_argument(name, help="a YAML file, a run's folder, or the name of a preset")
     diff.add_argument("--json", action="store_true", help="{key: [value in A, value in B]}")
 
-    reference = command(
-        config,
-        "reference",
-        "every key on one page, as Markdown",
-        _reference,
-        "  verl config reference --out configuration.md",
-    )
+    reference = command(config, "reference", _reference)
     reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    import json
+    """The resolved configuration with the origin of every value.
+
+    Without CONFIG: the defaults. A value that is required and not given reads ???.
+    The output is YAML; origins are comments in it. Notices go to standard error.
+
+    verl config show examples/quickstart.yaml rollout.n=16
+    verl config show runs/quickstart --changed
+    verl config show actor.optim
+    """
     import sys
 
-    from rich.console import Console
     from rich.text import Text
 
     from verl.config.show import as_json, select, tree
@@ -80,9 +60,9 @@ def _show(arguments: argparse.Namespace) -> None:
     loaded = _named(path, settings, arguments.preset)
     keys = select(loaded, only, arguments.changed)
     if arguments.json:
-        print(json.dumps(as_json(loaded, keys), indent=2, ensure_ascii=False))
+        print_json(as_json(loaded, keys))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     for line, origin in tree(loaded, keys, not arguments.no_origins):
         console.print(Text(line).append(origin, "dim" if origin == "# default" else "cyan"))
     notes = [f"{key} is required and not given" for key in loaded.missing]
@@ -114,17 +94,25 @@ def _sorted(words: list[str]) -> tuple[str | None, list[str], list[str]]:
 
 
 def _explain(arguments: argparse.Namespace) -> None:
+    """Meaning, unit, default and spellings of keys.
+
+    verl config explain actor.optim.lr
+    """
     from verl.config.explain import explain, in_parts, overview
-    from verl.run_dir import json_line
 
     if arguments.json:
-        print(json_line([in_parts(word) for word in arguments.key or [""]]))
+        print_json([in_parts(word) for word in arguments.key or [""]])
         return
     print("\n\n".join(map(explain, arguments.key)) if arguments.key else overview())
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    import json
+    """What differs between two configurations.
+
+    verl config diff runs/first my.yaml
+
+    The exit code is 0 whether they differ or not.
+    """
 
     from verl.config.show import difference
     from verl.config.text import one_line
@@ -132,7 +120,7 @@ def _diff(arguments: argparse.Namespace) -> None:
     one, other = _named(arguments.A), _named(arguments.B)
     found = difference(one.config, other.config)
     if arguments.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
         return
     if not found:
         print(f"no difference: every key has the same value in {arguments.A} and {arguments.B}")
@@ -176,6 +164,10 @@ def _named(name: str | None, settings: Sequence[str] = (), under: Sequence[str] 
 
 
 def _reference(arguments: argparse.Namespace) -> None:
+    """Every key on one page, as Markdown.
+
+    verl config reference --out configuration.md
+    """
     from verl.config.reference import reference
 
     write_page(reference(), arguments.out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, group, not_negative, positive
+from verl.cli.arguments import Commands, command, group, not_negative, positive, print_json
 from verl.cli.evaluate import add_evaluation, evaluation_config
 
 if TYPE_CHECKING:
@@ -14,42 +14,10 @@ if TYPE_CHECKING:
 SHOWN_SKIPPED = 5
 BAR_WIDTH = 40  # characters of the longest bar of a histogram
 
-CONVERT_EXAMPLES = """\
-examples:
-  verl data convert qa.csv --out qa.parquet --set data_source=mine
-  verl data convert a.jsonl b.jsonl --out all.parquet --map prompt=question --map ground_truth=meta.answer
-  verl data convert math.json --out boxed.jsonl --system "Be brief." --template "{question} Answer in \\boxed{}."
-
-targets: prompt, ground_truth, data_source, ability; any other name becomes a key of extra_info
-"""
-
-
-PREFERENCES_EXAMPLES = """\
-examples:
-  verl data preferences data/train.parquet --model smollm2-135m -n 8 --out pairs.jsonl
-  verl data preferences data/train.parquet --responses answers.jsonl --rule gsm8k --out pairs.parquet
-
-Responses are scored by the rule of the row's data source, or by --rule or --reward. A prompt whose responses all have
-the same score gives no pair.
-"""
-
 
 def add(commands: Commands) -> None:
     data = group(commands, "data", "make, convert and look at data files")
-    _add_makers(data)
-    _add_convert(data)
-    _add_preferences(data)
-    _add_inspect(data)
-
-
-def _add_makers(data: Commands) -> None:
-    gym = command(
-        data,
-        "reasoning-gym",
-        "problems with verifiable answers, made by a program",
-        _data_reasoning_gym,
-        "  verl data reasoning-gym --task chain_sum --size 2000 --val-size 100 --option min_terms=2",
-    )
+    gym = command(data, "reasoning-gym", _data_reasoning_gym)
     gym.add_argument("--task", required=True, help="such as chain_sum")
     gym.add_argument("--size", type=positive, required=True, help="training problems")
     gym.add_argument("--val-size", type=not_negative, default=0, help="held-out problems, into <out>_val.parquet")
@@ -58,44 +26,25 @@ def _add_makers(data: Commands) -> None:
     gym.add_argument("--instruction", help="system message put before every problem")
     gym.add_argument("--out", help="parquet file to write (default data/<task>.parquet)")
 
-    gsm8k = command(
-        data, "gsm8k", "GSM8K's jsonl files, converted", _data_gsm8k, "  verl data gsm8k --input train.jsonl"
-    )
+    gsm8k = command(data, "gsm8k", _data_gsm8k)
     gsm8k.add_argument("--input", required=True, help="train.jsonl or test.jsonl of GSM8K")
     gsm8k.add_argument("--out", help="parquet file to write (default data/gsm8k_<split>.parquet)")
     gsm8k.add_argument("--split", default="train", help="name noted in every row (default train)")
     gsm8k.add_argument("--instruction", help="text appended to every question (default asks for #### answer)")
 
-
-def _add_convert(data: Commands) -> None:
-    convert = command(
-        data,
-        "convert",
-        "your own jsonl, json, csv, parquet or arrow files, brought into the row format",
-        _data_convert,
-        CONVERT_EXAMPLES,
-    )
+    convert = command(data, "convert", _data_convert)
     convert.add_argument("files", nargs="+", metavar="IN", help="files, patterns or folders")
     convert.add_argument("--out", required=True, help="file to write: .parquet or .jsonl")
-    convert.add_argument(
-        "--map", action="append", default=[], metavar="TARGET=COLUMN", help="may be repeated; a.b: key b of column a"
-    )
-    convert.add_argument(
-        "--set", action="append", default=[], metavar="TARGET=VALUE", help="the same in every row; may be repeated"
-    )
+    for option, metavar, help in (
+        ("--map", "TARGET=COLUMN", "may be repeated; a.b: key b of column a"),
+        ("--set", "TARGET=VALUE", "the same in every row; may be repeated"),
+    ):
+        convert.add_argument(option, action="append", default=[], metavar=metavar, help=help)
     convert.add_argument("--template", help='the prompt, with columns in braces: "Solve: {question}"')
     convert.add_argument("--system", help="system message before every prompt")
     convert.add_argument("--plain", action="store_true", help="prompts as plain text, for models without chat template")
 
-
-def _add_preferences(data: Commands) -> None:
-    preferences = command(
-        data,
-        "preferences",
-        "preference pairs for a reward model: of each prompt the best and the worst response",
-        _data_preferences,
-        PREFERENCES_EXAMPLES,
-    )
+    preferences = command(data, "preferences", _data_preferences)
     preferences.add_argument("data", help="a data file as training takes it: prompts, and what they are scored by")
     source = preferences.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="is sampled: as verl eval takes it; -n says how often")
@@ -104,15 +53,7 @@ def _add_preferences(data: Commands) -> None:
     add_evaluation(preferences)
     preferences.set_defaults(n=8)
 
-
-def _add_inspect(data: Commands) -> None:
-    inspect = command(
-        data,
-        "inspect",
-        "what is in data files, and what looks wrong with it",
-        _data_inspect,
-        "  verl data inspect my.jsonl --model smollm2-135m",
-    )
+    inspect = command(data, "inspect", _data_inspect)
     inspect.add_argument("files", nargs="+", metavar="FILE", help="files, patterns or folders")
     inspect.add_argument("--model", help="measures and renders the prompts as training with this model would")
     inspect.add_argument("--limit", type=positive, default=512, help="data.max_prompt_length in tokens (default 512)")
@@ -126,6 +67,10 @@ def _rows(count: int) -> str:
 
 
 def _data_reasoning_gym(arguments: argparse.Namespace) -> None:
+    """Problems with verifiable answers, made by a program.
+
+    verl data reasoning-gym --task chain_sum --size 2000 --val-size 100 --option min_terms=2
+    """
     from verl.data.generate import make_reasoning_gym
     from verl.data.options import parse_options
 
@@ -143,6 +88,10 @@ def _data_reasoning_gym(arguments: argparse.Namespace) -> None:
 
 
 def _data_gsm8k(arguments: argparse.Namespace) -> None:
+    """GSM8K's jsonl files, converted.
+
+    verl data gsm8k --input train.jsonl
+    """
     from verl.data.generate import GSM8K_INSTRUCTION, make_gsm8k
 
     instruction = GSM8K_INSTRUCTION if arguments.instruction is None else arguments.instruction
@@ -152,6 +101,14 @@ def _data_gsm8k(arguments: argparse.Namespace) -> None:
 
 
 def _data_convert(arguments: argparse.Namespace) -> None:
+    """Your own jsonl, json, csv, parquet or arrow files, brought into the row format.
+
+    verl data convert qa.csv --out qa.parquet --set data_source=mine
+    verl data convert a.jsonl b.jsonl --out all.parquet --map prompt=question --map ground_truth=meta.answer
+    verl data convert math.json --out boxed.jsonl --system "Be brief." --template "{question} Answer in \\boxed{}."
+
+    targets: prompt, ground_truth, data_source, ability; any other name becomes a key of extra_info
+    """
     from verl.data.convert import Mapping, convert
     from verl.data.options import parse_options, parse_pairs
     from verl.tracking.console import printable
@@ -174,6 +131,14 @@ def _data_convert(arguments: argparse.Namespace) -> None:
 
 
 def _data_preferences(arguments: argparse.Namespace) -> None:
+    """Preference pairs for a reward model: of each prompt the best and the worst response.
+
+    verl data preferences data/train.parquet --model smollm2-135m -n 8 --out pairs.jsonl
+    verl data preferences data/train.parquet --responses answers.jsonl --rule gsm8k --out pairs.parquet
+
+    Responses are scored by the rule of the row's data source, or by --rule or --reward. A prompt whose responses all
+    have the same score gives no pair.
+    """
     from pathlib import Path
 
     from verl.cluster.threads import available_cores, set_environment
@@ -209,7 +174,10 @@ def _data_preferences(arguments: argparse.Namespace) -> None:
 
 
 def _data_inspect(arguments: argparse.Namespace) -> None:
-    import json
+    """What is in data files, and what looks wrong with it.
+
+    verl data inspect my.jsonl --model smollm2-135m
+    """
 
     from verl.data.inspection import inspect_files
 
@@ -220,7 +188,7 @@ def _data_inspect(arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(arguments.model)
     report = inspect_files(arguments.files, tokenizer, arguments.limit, arguments.prompt_key, arguments.answer_key)
     if arguments.json:
-        print(json.dumps(report.as_json(), ensure_ascii=True, indent=2))
+        print_json(report.as_json())
     else:
         print("\n".join(_report_lines(report)))
 

@@ -6,43 +6,41 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, settings
+from verl.cli.arguments import Commands, command, print_json, settings, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from verl.diagnostics.evidence import Evidence, Finding
 
-_EPILOG = """\
-  verl doctor my.yaml actor.optim.lr=1e-5     before a run: data, the reward on known answers, the machine
-  verl doctor runs/my-run                     during or after it: its metrics, samples and events
-
-The exit code is 1 where there is an error among the findings, else 0. See docs/troubleshooting.md.
-"""
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def add(commands: Commands) -> None:
-    doctor = command(commands, "doctor", "what is wrong with a configuration or a run", _doctor, _EPILOG)
+    doctor = command(commands, "doctor", _doctor)
     doctor.add_argument("words", nargs="*", metavar="CONFIG | RUN | key=value", help="a YAML file, or a run; settings")
     doctor.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     doctor.add_argument("--json", action="store_true", help="findings as JSON")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    """What is wrong with a configuration or a run.
+
+    verl doctor my.yaml actor.optim.lr=1e-5     before a run: data, the reward on known answers, the machine
+    verl doctor runs/my-run                     during or after it: its metrics, samples and events
+
+    The exit code is 1 where there is an error among the findings, else 0. See docs/troubleshooting.md.
+    """
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from verl.diagnostics.doctor import examine
-    from verl.json_lines import json_line
 
     evidence, subject = _evidence(arguments.words, arguments.preset)
     findings = examine(evidence)
     if arguments.json:
-        print(json_line({"subject": subject, "findings": [asdict(finding) for finding in findings]}))
+        print_json({"subject": subject, "findings": [asdict(finding) for finding in findings]})
     else:
-        _print_findings(Console(highlight=False, soft_wrap=True), subject, evidence, findings)
+        _print_findings(terminal(), subject, evidence, findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 

@@ -10,32 +10,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 from verl import __version__
-from verl.cli import (
-    completion,
-    config,
-    data,
-    doctor,
-    evaluate,
-    generate,
-    init,
-    metrics,
-    models,
-    plan,
-    replay,
-    reward,
-    runs,
-    supervised,
-    train,
-)
+from verl.cli import completion
 from verl.cli.arguments import Parser
 from verl.errors import ConfigError, VerlError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
+MODULES = (
+    *("init", "train", "evaluate", "generate", "data", "reward", "models"),
+    *("runs", "metrics", "plan", "doctor", "replay", "config"),
+)
 # What a person wants, and the commands for it, in the order of use.
 GROUPS = {
     "prepare": ("init", "presets", "data", "model", "reward", "config", "plan", "completion"),
@@ -116,7 +105,7 @@ def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
             return EXIT_FAILED
         if debug:
             traceback.print_exc()
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        first_line = (str(error).strip().splitlines() or [""])[0]
         print(
             f"error: {type(error).__name__}: {first_line}\n  this is a defect of VeRL or of user code it called;"
             " --debug shows where",
@@ -145,23 +134,8 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"verl {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of errors")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for module in (
-        init,
-        train,
-        supervised,
-        evaluate,
-        generate,
-        data,
-        reward,
-        models,
-        runs,
-        metrics,
-        plan,
-        doctor,
-        replay,
-        config,
-    ):
-        module.add(commands)
+    for module in MODULES:
+        import_module(f"verl.cli.{module}").add(commands)
     completion.add(commands, build_parser)
     parser.group_commands(commands, GROUPS)
     return parser

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, command, positive, settings
+from verl.cli.arguments import Commands, command, positive, print_json, settings
 from verl.cli.sampling import add_sampling, sampling_choices
 from verl.errors import ConfigError, VerlError
 
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from verl.checkpoint.run_model import ModelSource
     from verl.config import Config
     from verl.trainer.offline_evaluation import ModelEvaluation
-
-_EPILOG = """\
-  verl eval smollm2-135m data/gsm8k_test.parquet --limit 100
-  verl eval runs/quickstart data/chain_sum_val.parquet -n 8
-  verl eval my-model my.jsonl --reward my_reward.py -n 4 data.filter_overlong_prompts=true
-
-For a run, what its configuration says about data, reward and dtype holds unless an option or setting says otherwise.
-
-mean@N: of all responses. best@k: expected best of k of the N responses. maj@N: score of the most frequent answer.
-pass rate: responses with an accuracy (or else a reward) of at least 1. Intervals are over prompts. See docs/rewards.md.
-"""
 
 
 # Settings that have an option of their own here, by how they begin.
@@ -47,7 +36,7 @@ _BY_OPTION = {
 
 
 def add(commands: Commands) -> None:
-    parser = command(commands, "eval", "sample a model on a data file and score it", _evaluate, _EPILOG)
+    parser = command(commands, "eval", _evaluate)
     parser.add_argument("model", help="an alias, a folder (such as an export), a GGUF file, a hub id, or a run")
     parser.add_argument("data", help="a data file as training takes it")
     add_evaluation(parser)
@@ -79,6 +68,19 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    """Sample a model on a data file and score it.
+
+    verl eval smollm2-135m data/gsm8k_test.parquet --limit 100
+    verl eval runs/quickstart data/chain_sum_val.parquet -n 8
+    verl eval my-model my.jsonl --reward my_reward.py -n 4 data.filter_overlong_prompts=true
+
+    For a run, what its configuration says about data, reward and dtype holds unless an option or setting says
+    otherwise.
+
+    mean@N: of all responses. best@k: expected best of k of the N responses. maj@N: score of the most frequent answer.
+    pass rate: responses with an accuracy (or else a reward) of at least 1. Intervals are over prompts. See
+    docs/rewards.md.
+    """
     from verl.cluster.threads import available_cores, set_environment
 
     set_environment(available_cores())
@@ -107,7 +109,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         results = _described(arguments, config, model) | {"left_out": evaluation.left_out} | evaluation.results()
         _write(out, results, evaluation, model.step or 0)
     if arguments.json:
-        print(json.dumps(results, indent=2))
+        print_json(results)
     else:
         _print(Console(highlight=False), results, plain)
         print(f"{out / 'results.json'}, {out / 'samples.jsonl'}")
@@ -213,9 +215,8 @@ def _write(folder: Path, results: dict[str, Any], evaluation: ModelEvaluation, s
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise VerlError(
-            "the results cannot be written", f"{folder} ({error.strerror})", "choose another --out"
-        ) from None
+        fix = "choose another --out"
+        raise VerlError("the results cannot be written", f"{folder} ({error.strerror})", fix) from None
     lines = [json_line({"step": step} | asdict(row)) for row in evaluation.samples]
     write_atomic(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
     write_atomic(folder / "results.json", json.dumps(json_value(results), indent=2) + "\n")

@@ -21,20 +21,9 @@ if TYPE_CHECKING:
     from verl.rollout.text import Decode
     from verl.run_dir import RunDir
 
-_EPILOG = """\
-  verl generate my-model --prompt "What is 2 + 2?"
-  verl generate runs/quickstart --input prompts.txt --out answers.jsonl -n 4
-
-The input is a .txt file (one prompt a line) or a data file of the kinds that training reads, of which only the column
-of prompts is used: chat messages, or text, which becomes a user's message (but for a run whose own prompts are plain
-text stays as it is, as in training). A line of the output is a JSON object with
-prompt, index (of the n responses), response, finish_reason (stop, length, or refused: the prompt fills all positions of
-the model) and tokens. Lines come in the order of the input, each as soon as it is there.
-"""
-
 
 def add(commands: Commands) -> None:
-    generate = command(commands, "generate", "let a model answer prompts", _generate, _EPILOG)
+    generate = command(commands, "generate", _generate)
     generate.add_argument("model", help="an alias, a folder (such as an export), a GGUF file, a hub id, or a run")
     given = generate.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
@@ -56,6 +45,17 @@ def add(commands: Commands) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    """Let a model answer prompts.
+
+    verl generate my-model --prompt "What is 2 + 2?"
+    verl generate runs/quickstart --input prompts.txt --out answers.jsonl -n 4
+
+    The input is a .txt file (one prompt a line) or a data file of the kinds that training reads, of which only the
+    column of prompts is used: chat messages, or text, which becomes a user's message (but for a run whose own prompts
+    are plain text stays as it is, as in training). A line of the output is a JSON object with prompt, index (of the n
+    responses), response, finish_reason (stop, length, or refused: the prompt fills all positions of the model) and
+    tokens. Lines come in the order of the input, each as soon as it is there.
+    """
     from verl.cluster.threads import available_cores, set_environment
 
     set_environment(available_cores())

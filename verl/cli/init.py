@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, command, positive
-from verl.cli.sizes import GIB, Machine, Sizes, Wanted, choose_sizes
+from verl.diagnostics.plan import GIB, Lengths, Machine, this_machine, to_fit
 from verl.errors import ConfigError, DataError
 from verl.models.facts import ModelFacts, read_facts
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 LOOKED_AT = 5000  # rows whose prompts are measured; more would only take time
 STEPS, OFTEN = 100, 20  # of a first run: long enough to see a trend
 SMALL = 1_000_000_000  # parameters below which a larger learning rate is in order
+MOST_TOKENS = 16384  # in one backward pass; more gains nothing
+MOST_SEQUENCES = {"cpu": 64, "cuda": 256}
+BATCH_RESPONSES = {"cpu": 128, "cuda": 512}  # of one step: a steady gradient, and steps that end
 Entry = tuple[Any, str]  # a value and why it is that
 
 REWARD_TEMPLATE = '''\
@@ -50,13 +53,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def add(commands: Commands) -> None:
-    init = command(
-        commands,
-        "init",
-        "write a commented configuration for your model, data and machine",
-        _init,
-        "  verl init --model smollm2-135m --data my.jsonl --preset grpo --out my.yaml",
-    )
+    init = command(commands, "init", _init)
     init.add_argument("--model", required=True, help="an alias, a Hugging Face folder, a GGUF file or a hub id")
     init.add_argument("--data", required=True, nargs="+", metavar="FILE", help="training files")
     init.add_argument("--val", nargs="+", default=[], metavar="FILE", help="held-out files, for validation")
@@ -73,7 +70,10 @@ def add(commands: Commands) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> None:
-    from verl.config import load_config
+    """Write a commented configuration for your model, data and machine.
+
+    verl init --model smollm2-135m --data my.jsonl --preset grpo --out my.yaml
+    """
     from verl.config.overlays import read_preset
     from verl.data.rendering import UNTEMPLATED, untemplated
     from verl.models.loading import load_tokenizer
@@ -86,9 +86,13 @@ def _init(arguments: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(arguments.model)
     data = read_data(arguments, tokenizer)
     reward, template = choose_reward(arguments, data, out)
-    entries = choose_settings(arguments, model, this_machine(), data, preset) | reward
-    # The check of verl train, before anything is written.
-    load_config({key: value for key, (value, _) in entries.items()})
+    machine = this_machine()
+    # Also the check of verl train, before anything is written.
+    entries, fits = fitted(choose_settings(arguments, model, machine, data, preset) | reward, machine, model)
+    if not fits:
+        print(
+            f"warning: this model may not fit into {machine.memory / GIB:.1f} GiB: verl plan {out} says what it needs"
+        )
     if template is not None:
         write_atomic(*template)
         print(f"{template[0]}: the beginning of a reward function, as no built-in rule fits the data; make it yours")
@@ -104,18 +108,6 @@ def _refuse_to_overwrite(file: Path, force: bool) -> None:
 
 
 # --- looking at model, data and machine -----------------------------------------------------------------------------
-
-
-def this_machine() -> Machine:
-    """Memory that is free now (within the limit of a container), cores, and GPUs."""
-    import torch
-
-    from verl.cluster.threads import available_cores
-    from verl.models.memory import free_memory
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    memory = torch.cuda.mem_get_info()[1] if gpus else free_memory()
-    return Machine(memory, available_cores(), gpus)
 
 
 @dataclass(frozen=True)
@@ -225,39 +217,33 @@ def choose_settings(
     chosen: dict[str, Any] = {setting.key: setting.value for setting in preset}
     prompt, overlong, response = choose_lengths(model, data, arguments.response_length)
     n = chosen.get("rollout.n", 1)
-    wanted = Wanted(
-        rows=data.rows,
-        longest=prompt + response,
-        n=n,
-        critic=chosen["algorithm.adv_estimator"] == "gae",
-        reference=chosen.get("actor.use_kl_loss") is True or chosen.get("algorithm.use_kl_in_reward") is True,
-        bytes=2,
-    )
-    sizes = choose_sizes(model, machine, wanted)
-    steps = max(1, data.rows // sizes.prompts)
+    device = "cuda" if machine.gpus else "cpu"
+    prompts = choose_prompts(data.rows, n, device)
+    steps = max(1, data.rows // prompts)
     measured = f"prompt tokens: median {data.percentile(0.5)}, 90% {data.percentile(0.9)}, "
     measured += f"99% {data.percentile(0.99)}, longest {data.lengths[-1]}"
     files = arguments.data if len(arguments.data) > 1 else arguments.data[0]
+    tokens = max(MOST_TOKENS, prompt + response)
     entries: dict[str, Entry] = {key: (value, f"preset {arguments.preset}") for key, value in chosen.items()}
     entries |= {
         "data.train_files": (files, f"{data.rows} rows" + _bad_rows(data)),
         "data.val_files": (arguments.val, "" if arguments.val else "none given, so there is no validation"),
         "data.prompt_key": (data.prompt_key, "column"),
-        "data.train_batch_size": (sizes.prompts, f"prompts a step; x {n} = {sizes.prompts * n} responses"),
+        "data.train_batch_size": (prompts, f"prompts a step; x {n} = {prompts * n} responses"),
         "data.max_prompt_length": (prompt, measured),
         "data.max_response_length": (response, "tokens; the engine stops a response there"),
         "model.path": (arguments.model, f"{model.parameters / 1e6:,.1f} M parameters, {_positions(model)}"),
         "model.dtype": ("bfloat16", "of the computation; weights are kept in float32"),
-        "actor.ppo_mini_batch_size": (sizes.prompts, "prompts an optimizer step: one step a batch"),
-        "actor.ppo_max_token_len_per_gpu": (sizes.tokens, _token_reason(sizes)),
+        "actor.ppo_mini_batch_size": (prompts, "prompts an optimizer step: one step a batch"),
+        "actor.ppo_max_token_len_per_gpu": (tokens, "tokens of a micro-batch: memory and speed only"),
         "actor.optim.lr": (1e-5 if model.parameters < SMALL else 1e-6, "usual for this size"),
         "rollout.n": (n, "responses a prompt"),
-        "rollout.max_num_seqs": (sizes.sequences, _sequence_reason(sizes)),
+        "rollout.max_num_seqs": (min(prompts * n, MOST_SEQUENCES[device]), "responses decoded at once"),
         "trainer.experiment_name": (Path(arguments.out).stem, "the run's folder is runs/ and this"),
         "trainer.total_training_steps": (STEPS, f"one pass over the data: {steps}"),
         "trainer.test_freq": (OFTEN if arguments.val else -1, "steps between validations"),
         "trainer.save_freq": (OFTEN, "steps between checkpoints"),
-        "trainer.device": (machine.device, _machine_reason(machine)),
+        "trainer.device": (device, _machine_reason(machine)),
         "cluster.backend": ("ray", "inline: everything in one process, for breakpoints"),
     }
     if data.answer_key is not None:
@@ -265,14 +251,33 @@ def choose_settings(
     if overlong:
         reason = f"{overlong} of {len(data.lengths)} prompts are longer; they are left out"
         entries["data.filter_overlong_prompts"] = (True, reason)
-    if sizes.checkpointing:
-        entries["model.enable_gradient_checkpointing"] = (True, "memory is short: activations are computed twice")
-    if wanted.critic:
-        entries["critic.ppo_max_token_len_per_gpu"] = (sizes.tokens, "as the actor's")
+    if chosen["algorithm.adv_estimator"] == "gae":
+        entries["critic.ppo_max_token_len_per_gpu"] = (tokens, "as the actor's")
         entries["critic.optim.lr"] = (2 * entries["actor.optim.lr"][0], "the value head starts from nothing")
-    if not sizes.fits:
-        print(f"warning: {_estimate(sizes)}: this model may not fit into {machine.memory / GIB:.1f} GiB")
     return entries
+
+
+def choose_prompts(rows: int, n: int, device: str) -> int:
+    """Prompts of a step: a power of two, as many as there are rows and as the usual number of responses asks for."""
+    return 1 << max(min(rows, BATCH_RESPONSES[device] // n).bit_length() - 1, 0)
+
+
+def fitted(entries: dict[str, Entry], machine: Machine, model: ModelFacts) -> tuple[dict[str, Entry], bool]:
+    """The settings, where need be with those that ``verl plan`` advises; and whether the run then fits the machine.
+
+    Raises:
+        ConfigError: the settings are wrong.
+    """
+    from verl.config import load_config
+    from verl.config.overrides import read_overrides
+
+    values = {key: value for key, (value, _) in entries.items()}
+    config = load_config(values).config
+    lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
+    critic = model if config.uses_critic else None
+    words, fits = to_fit(lambda more: load_config(values, more).config, machine, model, critic, lengths)
+    less = {setting.key: (setting.value, "what the memory allows") for setting in read_overrides(words)}
+    return entries | less, fits
 
 
 def choose_lengths(model: ModelFacts, data: DataFacts, response: int) -> tuple[int, int, int]:
@@ -295,20 +300,6 @@ def _bad_rows(data: DataFacts) -> str:
 
 def _positions(model: ModelFacts) -> str:
     return f"{model.positions} positions" if model.positions else "no limit of positions"
-
-
-def _estimate(sizes: Sizes) -> str:
-    return f"weights and optimizer {sizes.weights / GIB:.1f} GiB"
-
-
-def _token_reason(sizes: Sizes) -> str:
-    mib = sizes.per_token / 2**20
-    return f"tokens a backward pass: x {mib:.2f} MiB = {sizes.tokens * mib / 1024:.1f} GiB ({_estimate(sizes)})"
-
-
-def _sequence_reason(sizes: Sizes) -> str:
-    mib = sizes.per_sequence / 2**20
-    return f"decoded at once: x {mib:.1f} MiB of keys and values = {sizes.sequences * mib / 1024:.1f} GiB"
 
 
 def _machine_reason(machine: Machine) -> str:

@@ -5,35 +5,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl.cli.arguments import Commands, command, group, write_page
+from verl.cli.arguments import Commands, command, group, print_json, write_page
+from verl.json_lines import json_line
 
 
 def add(commands: Commands) -> None:
     metrics = group(commands, "metrics", "what the metrics of a run mean")
-    explain = command(
-        metrics,
-        "explain",
-        "meaning, formula, healthy range, what to do",
-        _explain,
-        "  verl metrics explain actor/grad_norm",
-    )
+    explain = command(metrics, "explain", _explain)
     explain.add_argument("name", nargs="+", metavar="NAME", help="as in metrics.jsonl")
     explain.add_argument("--json", action="store_true", help="as JSON")
-    reference = command(
-        metrics,
-        "reference",
-        "every metric on one page, as Markdown",
-        _reference,
-        "  verl metrics reference --out metrics.md",
-    )
+    reference = command(metrics, "reference", _reference)
     reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
     reference.add_argument("--json", action="store_true", help="in place of the page, as JSON")
 
 
 def _explain(arguments: argparse.Namespace) -> None:
+    """Meaning, formula, healthy range, what to do.
+
+    verl metrics explain actor/grad_norm
+    """
     from verl.config.names import did_you_mean
     from verl.errors import ConfigError
-    from verl.run_dir import json_line
     from verl.tracking.metric_table import names, row_of
 
     found = []
@@ -54,11 +46,14 @@ def _explain(arguments: argparse.Namespace) -> None:
             if text:
                 print(f"  {label + ':':<10} {text}")
     if arguments.json:
-        print(json_line(found))
+        print_json(found)
 
 
 def _reference(arguments: argparse.Namespace) -> None:
-    from verl.run_dir import json_line
+    """Every metric on one page, as Markdown.
+
+    verl metrics reference --out metrics.md
+    """
     from verl.tracking.metric_table import TABLE, reference
 
     tables = {title: [row._asdict() for row in rows] for title, rows in TABLE.items()}

@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, command, not_negative, settings
+from verl.cli.arguments import Commands, above_zero, command, not_negative, print_json, settings, terminal
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,23 +16,11 @@ if TYPE_CHECKING:
     from verl.diagnostics.plan_time import Speed
     from verl.models.facts import ModelFacts
 
-_EPILOG = """\
-  verl plan my.yaml                                     does it fit here, and how long does a step take
-  verl plan my.yaml --gpus 8 --memory 80GB              on eight GPUs of 80 GiB each
-  verl plan my.yaml --gpus 8 --memory 80GB --tflops 400 --bandwidth 2000
-  verl plan my.yaml --lengths 200,600                   with prompts and responses of these lengths, not the longest
-  verl plan my.yaml --simulate runs/first               step time of every schedule, as measured in a run
-
-No weight is loaded. The exit code is 1 where the run does not fit, else 0. See docs/planning.md.
-"""
 GIB = 2**30
-SPARE = 0.1  # share of the memory that a run should leave: the prediction is no promise
 
 
 def add(commands: Commands) -> None:
-    plan = command(
-        commands, "plan", "memory, batch sizes and step time of a configuration, before it runs", _plan, _EPILOG
-    )
+    plan = command(commands, "plan", _plan)
     plan.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file; settings")
     plan.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     plan.add_argument("--memory", type=_memory, metavar="SIZE", help="of one GPU, or the machine: 80GB (GiB are meant)")
@@ -40,8 +28,8 @@ def add(commands: Commands) -> None:
     plan.add_argument(
         "--lengths", type=_lengths, metavar="P,R", help="tokens of a prompt and a response; default: the longest"
     )
-    plan.add_argument("--tflops", type=_number, metavar="X", help="that a process attains in training, not measured")
-    plan.add_argument("--bandwidth", type=_number, metavar="GB/s", help="that a process reads memory with")
+    plan.add_argument("--tflops", type=above_zero, metavar="X", help="that a process attains in training, not measured")
+    plan.add_argument("--bandwidth", type=above_zero, metavar="GB/s", help="that a process reads memory with")
     plan.add_argument(
         "--simulate",
         nargs="?",
@@ -58,9 +46,9 @@ def add(commands: Commands) -> None:
 
 def _memory(text: str) -> int:
     found = re.fullmatch(r"([\d.]+)\s*([GMT]?)(i?B)?", text, re.IGNORECASE)
-    if not found or not _is_positive(found[1]):
+    if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 512MB")
-    return int(float(found[1]) * {"M": 2**20, "T": 2**40}.get(found[2].upper(), GIB))
+    return int(above_zero(found[1]) * {"M": 2**20, "T": 2**40}.get(found[2].upper(), GIB))
 
 
 def _lengths(text: str) -> tuple[int, int]:
@@ -76,33 +64,30 @@ def _counts(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _number(text: str) -> float:
-    if not _is_positive(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return float(text)
-
-
-def _is_positive(text: str) -> bool:
-    return re.fullmatch(r"\d+\.?\d*|\.\d+", text) is not None and float(text) > 0
-
-
 def _plan(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict
+    """Memory, batch sizes and step time of a configuration, before it runs.
 
-    from verl.cli.init import this_machine
-    from verl.cluster.placement import make_plan
+    verl plan my.yaml                                     does it fit here, and how long does a step take
+    verl plan my.yaml --gpus 8 --memory 80GB              on eight GPUs of 80 GiB each
+    verl plan my.yaml --gpus 8 --memory 80GB --tflops 400 --bandwidth 2000
+    verl plan my.yaml --lengths 200,600                   with prompts and responses of these lengths, not the longest
+    verl plan my.yaml --simulate runs/first               step time of every schedule, as measured in a run
+
+    No weight is loaded. The exit code is 1 where the run does not fit, else 0. See docs/planning.md.
+    """
+    from dataclasses import asdict, replace
+
     from verl.config import load_config
-    from verl.diagnostics.plan import Lengths, needed, processes, smaller
+    from verl.diagnostics.plan import Lengths, needed, planned, this_machine, to_fit
     from verl.diagnostics.plan_time import batch_words, stages_of
-    from verl.json_lines import json_line
     from verl.models.facts import read_facts
 
     source, overrides = _source(arguments)
-    machine = this_machine()
-    gpus = machine.gpus if arguments.gpus is None else arguments.gpus
-    if gpus and not machine.gpus and arguments.memory is None:
+    here = this_machine()
+    gpus = here.gpus if arguments.gpus is None else arguments.gpus
+    if gpus and not here.gpus and arguments.memory is None:
         raise ConfigError("this machine has no GPU to ask for its memory", None, "add --memory, for example 80GB")
-    memory = arguments.memory or machine.memory
+    machine = replace(here, memory=arguments.memory or here.memory, gpus=gpus)
 
     def built(extra: list[str]) -> Config:
         return load_config(source, [*overrides, *extra], arguments.preset).config
@@ -113,22 +98,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     if config.uses_critic:
         critic = read_facts(config.critic_model_path, config.critic_code_trusted, classifier=True)
     lengths = Lengths(*(arguments.lengths or (config.data.max_prompt_length, config.data.max_response_length)))
-
-    def of(config: Config) -> tuple[Plan, list[Process]]:
-        plan = make_plan(config, machine.cores, gpus)
-        count = 1 if gpus else sum(p.count for p in (*plan.groups, *plan.rollout) if p.device == "cpu")
-        return plan, processes(config, plan, model, critic, lengths, memory // max(count, 1))
-
-    plan, found = of(config)
+    plan, found = planned(config, machine, model, critic, lengths)
     if arguments.simulate:  # what a run has measured needs nothing else
         return _print_simulated(*_simulated(config, plan, arguments), arguments.json)
-    words = list(batch_words(config, plan, lengths))
-    fits = needed(found) <= (1 - SPARE) * memory
-    advice: list[str] | None = []
-    if not fits:
-        options = smaller(config, plan.groups[0].count)
-        advice = next((e for e in options if needed(of(built(e))[1]) <= (1 - SPARE) * memory), None)
-    speed = _speed(config, plan, model, lengths, arguments, bool(machine.gpus))
+    words, memory = list(batch_words(config, plan, lengths)), machine.memory
+    less, possible = to_fit(built, machine, model, critic, lengths)
+    fits, advice = possible and not less, less if possible else None
+    speed = _speed(config, plan, model, lengths, arguments, bool(here.gpus))
     stages = stages_of(config, plan, model, critic, lengths, speed) if speed else []
     if arguments.simulate is not None:
         if speed is None:
@@ -140,7 +116,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         told = [asdict(process) | {"peak": process.peak, "peak_stage": process.peak_stage} for process in found]
         body: dict[str, Any] = {"subject": subject, "model": asdict(model), "lengths": asdict(lengths), "batch": words}
         body |= {"processes": told, "needed": needed(found), "memory": memory, "fits": fits, "settings": advice}
-        print(json_line(body | {"speed": speed and speed.source, "stages": [asdict(stage) for stage in stages]}))
+        print_json(body | {"speed": speed and speed.source, "stages": [asdict(stage) for stage in stages]})
         return int(not fits)
     _print(subject, model, lengths, words, found)
     _print_time(stages, speed.source if speed else None)
@@ -215,19 +191,17 @@ def _simulated(
 def _print_simulated(setting: Any, workers: list[int], words: str, json: bool) -> int:
     from dataclasses import asdict
 
-    from rich.console import Console
     from rich.table import Table
 
     from verl.diagnostics.simulate import table
-    from verl.json_lines import json_line
 
     found = table(setting, workers)
     if json:
         rows = {label: [asdict(cell) for cell in row] for label, row in found.items()}
-        print(json_line({"setting": words, "workers": workers, "schedules": rows}))
+        print_json({"setting": words, "workers": workers, "schedules": rows})
         return 0
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(words, markup=False)
+    console = terminal()
+    console.print(words)
     many = [f"{count} worker{'s'[: count > 1]}" for count in workers]
     shown = Table("trainer.mode", *many, title="Seconds of a step, simulated", title_justify="left")
     for column in shown.columns:
@@ -243,20 +217,18 @@ def _print_simulated(setting: Any, workers: list[int], words: str, json: bool) -
 
 
 def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], found: list[Process]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from verl.tracking.console import printable
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     console.print(
         f"{printable(subject)}: {model.parameters:,} parameters, {model.layers} layers of {model.hidden}, "
-        f"{model.heads} heads ({model.kv_heads} of keys and values), vocabulary {model.vocabulary:,}",
-        markup=False,
+        f"{model.heads} heads ({model.kv_heads} of keys and values), vocabulary {model.vocabulary:,}"
     )
-    console.print("\n[bold]Batch sizes[/]")
+    console.print("\nBatch sizes", style="bold")
     for word in words:
-        console.print(f"  {word}", markup=False)
+        console.print(f"  {word}")
     for process in found:
         many = f"{process.count} processes, each" if process.count > 1 else "one process"
         table = Table(
@@ -279,10 +251,9 @@ def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], 
 
 
 def _print_time(stages: list[Any], source: str | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     if source is None:
         console.print("\nStep time: give --tflops and --bandwidth of one GPU; there is none here to measure")
         return
@@ -296,7 +267,7 @@ def _print_time(stages: list[Any], source: str | None) -> None:
     table.add_row("together", "", _short(flops / 1e12), _short(seconds), style="bold")
     console.print()
     console.print(table)
-    console.print(source, markup=False)
+    console.print(source)
 
 
 def _short(number: float) -> str:
@@ -304,14 +275,15 @@ def _short(number: float) -> str:
 
 
 def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | None, gpu: bool) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    from verl.diagnostics.plan import SPARE
+
+    console = terminal()
     of = "of a GPU" if gpu else "of this machine"
-    console.print(
-        f"\n[bold {'green' if fits else 'red'}]{'It fits' if fits else 'It does not fit'}[/]: {needed / GIB:.2f} GiB "
-        f"are needed, of {memory / GIB:.2f} GiB {of} at most {(1 - SPARE) * memory / GIB:.2f} should be used"
-    )
+    verdict = Text("\n").append(*("It fits", "bold green") if fits else ("It does not fit", "bold red"))
+    most = f"{memory / GIB:.2f} GiB {of} at most {(1 - SPARE) * memory / GIB:.2f} should be used"
+    console.print(verdict.append(f": {needed / GIB:.2f} GiB are needed, of {most}"))
     if fits:
         return
     if advice is None:
@@ -319,4 +291,4 @@ def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | Non
         return
     console.print("With these settings it fits:")
     for word in advice:
-        console.print(f"  {word}", markup=False)
+        console.print(f"  {word}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, positive, settings
+from verl.cli.arguments import Commands, command, positive, print_json, settings, terminal
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,18 +13,9 @@ if TYPE_CHECKING:
 
     from verl.trainer.replay import Replayed
 
-_EPILOG = """\
-  verl replay my-run --step 40
-  verl replay my-run --step 40 actor.optim.lr=1e-6 actor.clip_ratio=0.1
-
-The step's batch must have been kept (trainer.dump_steps), and the checkpoint before it (trainer.save_freq,
-trainer.keep_last); step 1 needs none. Responses and their scores are those of the run, whatever settings say of data,
-rollout and reward functions. With the run's own settings every figure is the same to the bit (on a CPU).
-"""
-
 
 def add(commands: Commands) -> None:
-    replay = command(commands, "replay", "train on a kept step again, with other settings if asked", _replay, _EPILOG)
+    replay = command(commands, "replay", _replay)
     replay.add_argument("run", help="name of a run in runs/, or a path")
     replay.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings in place of the run's")
     replay.add_argument("--step", type=positive, required=True, help="the step")
@@ -33,12 +24,18 @@ def add(commands: Commands) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> None:
+    """Train on a kept step again, with other settings if asked.
+
+    verl replay my-run --step 40
+    verl replay my-run --step 40 actor.optim.lr=1e-6 actor.clip_ratio=0.1
+
+    The step's batch must have been kept (trainer.dump_steps), and the checkpoint before it (trainer.save_freq,
+    trainer.keep_last); step 1 needs none. Responses and their scores are those of the run, whatever settings say of
+    data, rollout and reward functions. With the run's own settings every figure is the same to the bit (on a CPU).
+    """
     import sys
 
-    from rich.console import Console
-
     from verl.config import load_config
-    from verl.json_lines import json_line
     from verl.tracking.runs import find_run
     from verl.trainer.api import settle_process
 
@@ -56,9 +53,9 @@ def _replay(arguments: argparse.Namespace) -> None:
     with without_bars():
         replayed = replay(loaded.config, run_dir, arguments.step, lambda line: None)
     if arguments.json:
-        print(json_line(replayed.compared))
+        print_json(replayed.compared)
     else:
-        _print(Console(highlight=False, soft_wrap=True, markup=False), replayed, arguments.all)
+        _print(terminal(), replayed, arguments.all)
 
 
 def _print(console: Console, replayed: Replayed, everything: bool) -> None:

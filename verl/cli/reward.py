@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, command, group, positive, seconds
+from verl.cli.arguments import Commands, above_zero, command, group, positive, print_json, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,26 +17,10 @@ BAR_WIDTH = 40  # characters of the longest bar
 SHOWN = 5  # failures, slowest responses, disagreements
 WIDTH = 200  # characters of a shown response
 
-_EPILOG = """\
-examples:
-  verl reward test my_reward.py --data my.jsonl                          a column "response" of the data
-  verl reward test my_reward.py --data my.parquet --responses out.jsonl  responses in a file of their own
-  verl reward test gsm8k --responses runs/first/samples/step_000010.jsonl
-  verl reward test math --data math.jsonl --template "\\boxed{{truth}}"     each truth as a response
-  verl reward test gsm8k --data my.parquet --responses out.jsonl --compare my_reward.py
-
-Responses are scored with another row's truth, too: a score that does not change ignores it.
-WHAT is a Python file with a reward function, or a built-in rule (docs/rewards.md). A line of --responses has "response"
-(text, or a list of texts), and is for the data's row of the same number unless its "row" (or a sample's "uid") says
-which. Without --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
-"""
-
 
 def add(commands: Commands) -> None:
     reward = group(commands, "reward", "try a reward before a run")
-    test = command(
-        reward, "test", "what a reward gives to responses: scores, failures, slow ones, disagreements", _test, _EPILOG
-    )
+    test = command(reward, "test", _test)
     test.add_argument("what", metavar="WHAT", help="a file of your own, or a rule: gsm8k, math, ..., auto")
     test.add_argument("--data", metavar="DATA", help="a data file as training takes it")
     test.add_argument("--responses", metavar="FILE", help="JSON lines with responses, or the samples of a run")
@@ -47,7 +30,7 @@ def add(commands: Commands) -> None:
     test.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for WHAT; may be repeated")
     test.add_argument("--template", default="{truth}", help='how a truth looks as a response: "#### {truth}"')
     test.add_argument("--limit", type=positive, metavar="ROWS", help="only the first so many rows")
-    test.add_argument("--timeout", type=seconds, metavar="SECONDS", help="for each call (default 60)")
+    test.add_argument("--timeout", type=above_zero, metavar="SECONDS", help="for each call (default 60)")
     test.add_argument("--prompt-key", metavar="COLUMN", help="default: the usual names")
     test.add_argument("--answer-key", metavar="COLUMN", help="default: the usual names")
     test.add_argument("--response-key", metavar="COLUMN", help="default: response, completion, output")
@@ -56,7 +39,19 @@ def add(commands: Commands) -> None:
 
 
 def _test(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
+    """What a reward gives to responses: scores, failures, slow ones, disagreements.
+
+    verl reward test my_reward.py --data my.jsonl                          a column "response" of the data
+    verl reward test my_reward.py --data my.parquet --responses out.jsonl  responses in a file of their own
+    verl reward test gsm8k --responses runs/first/samples/step_000010.jsonl
+    verl reward test math --data math.jsonl --template "\\boxed{{truth}}"     each truth as a response
+    verl reward test gsm8k --data my.parquet --responses out.jsonl --compare my_reward.py
+
+    Responses are scored with another row's truth, too: a score that does not change ignores it. WHAT is a Python file
+    with a reward function, or a built-in rule (docs/rewards.md). A line of --responses has "response" (text, or a list
+    of texts), and is for the data's row of the same number unless its "row" (or a sample's "uid") says which. Without
+    --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
+    """
 
     from verl.cli.progress import progress
     from verl.data.options import parse_options
@@ -81,9 +76,9 @@ def _test(arguments: argparse.Namespace) -> None:
         with progress(len(tried), "responses", arguments.plain or arguments.json) as told:
             reports.append(try_reward(what, config, tried, told, others))
     if arguments.json:
-        print(json.dumps(_as_json(reports), indent=2))
+        print_json(_as_json(reports))
         return
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = terminal()
     for report in reports:
         _print(console, report)
     if len(reports) == 2:

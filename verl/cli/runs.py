@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, group, not_negative
+from verl.cli.arguments import Commands, command, group, not_negative, print_json
+from verl.json_lines import json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,96 +16,66 @@ if TYPE_CHECKING:
     from verl.run_dir import RunDir
     from verl.tracking.runs import RunDescription, RunOverview
 
-RUN_HELP = "name of a run in runs/, or a path"
-
 
 def add(commands: Commands) -> None:
     run = group(commands, "run", "look at runs")
-    listing = command(run, "list", "all runs of a folder, the newest first", _list, "  verl run list --json")
+    listing, show, scale = command(run, "list", _list), command(run, "show", _show), command(commands, "scale", _scale)
+    watch, profile = command(commands, "watch", _watch), command(commands, "profile", _profile)
+    serve, report = command(commands, "serve", _serve), command(commands, "report", _report)
+    for one in (show, scale, watch, profile):
+        one.add_argument("run", help="name of a run in runs/, or a path")
+    for several in (serve, report):
+        several.add_argument("run", nargs="+", help="name of a run in runs/, or a path; several are compared")
     listing.add_argument("root", nargs="?", default="runs", help="default runs/")
-    listing.add_argument("--json", action="store_true", help="as JSON")
-    show = command(
-        run, "show", "everything about one run; it may still be running", _show, "  verl run show runs/first"
-    )
-    show.add_argument("run", help=RUN_HELP)
-    show.add_argument("--json", action="store_true", help="as JSON")
-
-    scale = command(
-        commands,
-        "scale",
-        "change the number of rollout workers of a run while it runs",
-        _scale,
-        "  verl scale runs/first --rollout-workers 4",
-    )
-    scale.add_argument("run", help=RUN_HELP)
     scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="how many there shall be")
-
-    watch = command(
-        commands, "watch", "a run on the terminal, drawn again while it grows", _watch, "  verl watch runs/first --once"
-    )
-    watch.add_argument("run", help=RUN_HELP)
     watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
-    watch.add_argument("--json", action="store_true", help="one picture as JSON")
-
-    profile = command(
-        commands,
-        "profile",
-        "what a run spends its time on; writes a timeline of all its processes",
-        _profile,
-        "  verl profile runs/first",
-    )
-    profile.add_argument("run", help=RUN_HELP)
-    profile.add_argument("--json", action="store_true", help="as JSON")
-
-    serve = command(
-        commands, "serve", "the report of runs live in a browser", _serve, "  verl serve runs/first runs/second"
-    )
-    serve.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's gets a token")
     serve.add_argument("--port", type=not_negative, default=8266, help="default 8266; 0: any that is free")
-    serve.add_argument("--json", action="store_true", help="the address as JSON")
-
-    report = command(
-        commands,
-        "report",
-        "write a run's page, or one of several runs; prints its path",
-        _report,
-        "  verl report runs/first runs/second --out both.html",
-    )
-    report.add_argument("run", nargs="+", help=f"{RUN_HELP}; several are compared")
     report.add_argument("--out", type=Path, help="file to write (default: report.html or compare.html in the run)")
-    report.add_argument("--json", action="store_true", help="the path as JSON")
+    for parser, help in ((watch, "one picture as JSON"), (serve, "the address as JSON"), (report, "the path as JSON")):
+        parser.add_argument("--json", action="store_true", help=help)
+    for parser in (listing, show, profile):
+        parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _watch(arguments: argparse.Namespace) -> None:
+    """A run on the terminal, drawn again while it grows.
+
+    verl watch runs/first --once
+    """
     from rich.console import Console
 
-    from verl.run_dir import json_line
     from verl.tracking.runs import find_run
     from verl.tracking.watch import Watcher, watch
 
     run = find_run(arguments.run)
     if arguments.json:
-        print(json_line(Watcher(run).snapshot()))
+        print_json(Watcher(run).snapshot())
     else:
         watch(run, Console(highlight=False), arguments.once)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
+    """What a run spends its time on; writes a timeline of all its processes.
+
+    verl profile runs/first
+    """
     from verl.diagnostics.profile import profile_run, words
-    from verl.json_lines import json_line
     from verl.tracking.runs import find_run
 
     profile = profile_run(find_run(arguments.run))
     if arguments.json:
-        print(json_line(profile.to_json()))
+        print_json(profile.to_json())
         return
     for line in words(profile):
         print(line)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from verl.run_dir import json_line
+    """The report of runs live in a browser.
+
+    verl serve runs/first runs/second
+    """
     from verl.tracking.serve import ReportServer, serve
 
     server = ReportServer(_distinct(arguments.run), arguments.host, arguments.port)
@@ -119,7 +90,10 @@ def _distinct(names: list[str]) -> list[RunDir]:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from verl.run_dir import json_line
+    """Write a run's page, or one of several runs; prints its path.
+
+    verl report runs/first runs/second --out both.html
+    """
     from verl.tracking.report import write_comparison, write_report
 
     runs = _distinct(arguments.run)
@@ -131,9 +105,12 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _scale(arguments: argparse.Namespace) -> None:
+    """Change the number of rollout workers of a run while it runs.
+
+    verl scale runs/first --rollout-workers 4
+    """
     from verl.config import load_config
     from verl.errors import ConfigError, VerlError
-    from verl.json_lines import json_line
     from verl.run_dir import write_atomic
     from verl.tracking.runs import find_run
 
@@ -147,9 +124,8 @@ def _scale(arguments: argparse.Namespace) -> None:
         raise ConfigError("the run has no rollout workers of its own", str(run.path), fix)
     if not (least or 1) <= wanted <= (most or wanted):
         limits = f"rollout.min_workers={least or 1}, rollout.max_workers={most}"
-        raise ConfigError(
-            f"--rollout-workers is outside the run's limits ({limits})", wanted, "ask for a number within"
-        )
+        fix = "ask for a number within"
+        raise ConfigError(f"--rollout-workers is outside the run's limits ({limits})", wanted, fix)
     write_atomic(run.wishes, json_line({"rollout_workers": wanted}) + "\n")
     print(f"asked {run.path} for {wanted} rollout workers; its events.log tells when they come and go")
 
@@ -158,17 +134,20 @@ def _scale(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
+    """All runs of a folder, the newest first.
+
+    verl run list --json
+    """
     from dataclasses import asdict
 
     from rich.console import Console
 
-    from verl.json_lines import json_line
     from verl.tracking.runs import overview, runs_under
 
     root = Path(arguments.root)
     runs = sorted(map(overview, runs_under(root)), key=lambda run: -(run.started or 0.0))
     if arguments.json:
-        print(json_line([asdict(run) for run in runs]))
+        print_json([asdict(run) for run in runs])
     elif not runs:
         print(f"no runs in {root}")
     else:
@@ -213,14 +192,17 @@ def _when(seconds: float | None) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> None:
+    """Everything about one run; it may still be running.
+
+    verl run show runs/first
+    """
     from rich.console import Console
 
-    from verl.json_lines import json_line
     from verl.tracking.runs import describe, find_run
 
     run = describe(find_run(arguments.run))
     if arguments.json:
-        print(json_line(run.to_json()))
+        print_json(run.to_json())
     else:
         print_run(Console(highlight=False), run)
 

@@ -1,45 +1,35 @@
-"""``verl train`` and ``verl presets``: a thin shell over the Python API."""
+"""``verl train``, ``sft``, ``reward-model train`` and ``presets``: a thin shell over the Python API."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from verl.cli.arguments import Commands, command, settings
+from verl.cli.arguments import Commands, command, group, settings
 from verl.errors import ConfigError
-
-_EXAMPLES = """\
-  verl train examples/quickstart.yaml
-  verl train my.yaml --preset dapo trainer.experiment_name=first actor.optim.lr=1e-6
-"""
+from verl.json_lines import json_line
 
 
 def add(commands: Commands) -> None:
-    train = command(
-        commands, "train", "train a model, or go on with a run", _train, _EXAMPLES, late_epilog=list_presets
-    )
-    train.add_argument(
-        "words",
-        nargs="*",
-        metavar="CONFIG.yaml | key=value",
-        help="a configuration file, and settings that win over it",
-    )
-    train.add_argument(
-        "--preset",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="settings of an algorithm, below those of the file; may be repeated, the last one wins",
-    )
-    train.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
+    train = command(commands, "train", _train, late_epilog=list_presets)
+    train.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
+    sft = command(commands, "sft", _sft)
+    model = command(group(commands, "reward-model", "models that score responses"), "train", _reward_model)
+    for parser in (train, sft, model):
+        words = "a configuration file, and settings that win over it (keys: docs/configuration.md)"
+        parser.add_argument("words", nargs="*", metavar="CONFIG.yaml | key=value", help=words)
+        parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
 
-    listing = command(commands, "presets", "list the presets of verl train", _presets, "  verl presets")
+    listing = command(commands, "presets", _presets)
     listing.add_argument("--json", action="store_true", help="{name: what it sets up}")
 
 
 def _presets(arguments: argparse.Namespace) -> None:
+    """List the presets of verl train.
+
+    verl presets
+    """
     from verl.config.overlays import presets
-    from verl.run_dir import json_line
 
     print(json_line(presets()) if arguments.json else list_presets())
 
@@ -52,6 +42,11 @@ def list_presets() -> str:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    """Train a model, or go on with a run.
+
+    verl train examples/quickstart.yaml
+    verl train my.yaml --preset dapo trainer.experiment_name=first actor.optim.lr=1e-6
+    """
     source, overrides = settings(arguments.words)
     run_training(source, overrides, arguments.preset, plain=arguments.plain)
 
@@ -64,16 +59,54 @@ def run_training(
     plain: bool = False,
 ) -> None:
     """Train with a file and settings as they stand on a command line; ``notices`` are told first."""
-    if source is None and not overrides:
-        raise ConfigError(
-            "there is nothing to train: neither a configuration file nor a setting is given",
-            None,
-            "verl train my.yaml, or settings such as model.path=... data.train_files=... "
-            "(verl init writes a file for your model and data, verl presets lists algorithms)",
-        )
+    _require(source, overrides, "verl init writes a file for your model and data, verl presets lists algorithms")
     from verl.config import load_config
     from verl.trainer.api import Trainer
 
     trainer = Trainer(load_config(source, overrides, presets), display="plain" if plain else "auto")
     trainer.notices[:0] = notices
     trainer.fit()
+
+
+def _require(source: str | None, overrides: Sequence[str], hint: str) -> None:
+    if source is None and not overrides:
+        what = "there is nothing to train: neither a configuration file nor a setting is given"
+        raise ConfigError(what, None, f"give a file, or settings: model.path=... data.train_files=... ({hint})")
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    """Train a model to imitate conversations, before RL; or go on with it.
+
+    verl sft examples/tiny/sft.yaml
+    """
+    _supervised(arguments, "verl sft")
+
+
+def _reward_model(arguments: argparse.Namespace) -> None:
+    """Train a reward model on preference pairs, or go on with it.
+
+    verl reward-model train examples/reward_model/reward_model.yaml
+    """
+    _supervised(arguments, "verl reward-model train")
+
+
+def _supervised(arguments: argparse.Namespace, name: str) -> None:
+    source, overrides = settings(arguments.words)
+    _require(source, overrides, "such as examples/tiny/sft.yaml")
+    from verl.cluster.threads import process_threads, set_environment
+    from verl.config import load_supervised
+    from verl.config.schema_supervised import COMMANDS
+
+    config, notices = load_supervised(COMMANDS[name], source, overrides)
+    set_environment(process_threads(config))  # before torch is imported
+
+    from rich.console import Console
+
+    from verl.models.quiet import without_bars
+    from verl.trainer.supervised import train_supervised
+
+    console = Console(highlight=False, force_interactive=False if arguments.plain else None)
+    for notice in notices:
+        console.print(f"note: {notice}", soft_wrap=True, markup=False)
+    with without_bars():
+        train_supervised(config, console)

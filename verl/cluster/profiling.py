@@ -15,7 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from verl.config.schema_profiler import ProfilerConfig
+from verl.config.schema_cluster import ProfilerConfig
 
 Span = tuple[str, float, float]
 """What ran, its beginning and its end: seconds since 1970, which mean the same in all processes of a machine."""

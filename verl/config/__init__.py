@@ -7,10 +7,10 @@ from verl.config.names import did_you_mean, nearest
 from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema import Config
 from verl.config.schema_cluster import ClusterConfig
-from verl.config.schema_data import DataConfig, ModelConfig, RewardConfig
+from verl.config.schema_data import DataConfig, ModelConfig
+from verl.config.schema_reward import RewardConfig, SandboxConfig
 from verl.config.schema_roles import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from verl.config.schema_run import AlgorithmConfig, RolloutConfig, TrainerConfig
-from verl.config.schema_sandbox import SandboxConfig
 from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, SupervisedConfig
 
 __all__ = [

@@ -20,28 +20,16 @@ _TABLES = read_table("spellings.json")
 
 PREFIXES: dict[str, str] = _TABLES["prefixes"]
 """Beginnings of keys, longer ones first: the first that fits is taken. ``actor_rollout_ref.`` is one beside them."""
-
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Whole keys. The flat ppo_micro_batch_size counts responses on one rank; actor.ppo_micro_batch_size (older) counts
 those of all ranks."""
-
 GLOBAL_MICRO_BATCH: dict[str, str] = _TABLES["global_micro_batch"]
 """Older keys that count responses of all ranks together; divided by the ranks when the configuration is read."""
-
-MISNOMERS: dict[str, str] = _TABLES["misnomers"]
-"""Names that are no keys, and the key that was probably meant; used in error messages only."""
-
-VERL_DEFAULTS: dict[str, str] = _TABLES["verl_defaults"]
-"""verl's defaults where ours are others."""
-
-OTHER_ENGINES: list[str] = _TABLES["other_engines"]
-"""Values of rollout.name that other systems know; the embedded engine takes their place."""
-
-OTHER_STRATEGIES: list[str] = _TABLES["other_strategies"]
-"""Values of actor.strategy that other systems know; fsdp2 takes their place."""
-
-OTHER_LOGGERS: list[str] = _TABLES["other_loggers"]
-"""Entries of trainer.logger that other systems know and that are set aside."""
+MISNOMERS: dict[str, str] = _TABLES["misnomers"]  # no keys, and the key that was probably meant: for error messages
+VERL_DEFAULTS: dict[str, str] = _TABLES["verl_defaults"]  # where ours are others
+OTHER_ENGINES: list[str] = _TABLES["other_engines"]  # values of rollout.name that are read as embedded,
+OTHER_STRATEGIES: list[str] = _TABLES["other_strategies"]  # of actor.strategy that are read as fsdp2,
+OTHER_LOGGERS: list[str] = _TABLES["other_loggers"]  # and of trainer.logger that are set aside
 
 
 def canonical(key: str) -> str:

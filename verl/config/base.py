@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from verl.config.names import did_you_mean
 
@@ -54,7 +45,10 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         for field in cls.model_fields.values():
-            field.description = " ".join(field.description.split()) if field.description else None
+            kind = field.annotation
+            # A section is described by its class, unless a place of it has words of its own.
+            about = kind.__doc__ if isinstance(kind, type) and issubclass(kind, Section) else None
+            field.description = " ".join((field.description or (about or "").partition("\n\n")[0]).split()) or None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -95,6 +89,16 @@ def also(**spellings: Any) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def field(default: Any, about: str, **more: Any) -> Any:
+    """A field with its default, its description, and bounds (``ge=1``) and the like."""
+    return Field(default, description=about, **more)
+
+
+def part(section: type[Section], description: str | None = None) -> Any:
+    """A field that is a section with its defaults; described by the section's docstring, or in other words."""
+    return Field(default_factory=section, description=description)
+
+
 def in_stage(where: str) -> dict[str, Any]:
     """For ``Field(..., **in_stage(...))``: where a field acts that does not act where its section does."""
     return {"json_schema_extra": {"acts_in": where}}
@@ -117,9 +121,8 @@ def check_entries(value: dict[str, Any], schema: type[Section]) -> None:
                 raise FieldProblem(f"{place} {own.what}", own.fix) from None
             fix = f"an entry is a mapping with {', '.join(schema.model_fields)}"
             if first["type"] == "extra_forbidden":
-                raise FieldProblem(
-                    f"{place} is no key", did_you_mean(str(first["loc"][0]), schema.model_fields) + fix
-                ) from None
+                fix = did_you_mean(str(first["loc"][0]), schema.model_fields) + fix
+                raise FieldProblem(f"{place} is no key", fix) from None
             raise FieldProblem(f"{place}: {first['msg']}", fix) from None
 
 
@@ -127,69 +130,3 @@ def plain_types(annotation: Any) -> set[Any]:
     """The types that an annotation such as ``int | None`` or ``Annotated[int, ...] | None`` is made of."""
     parts = get_args(annotation)
     return set().union(*map(plain_types, parts)) if parts else {annotation}
-
-
-def _never_or_positive(value: int) -> int:
-    if value != -1 and value < 1:
-        raise FieldProblem("must be -1 or at least 1", "use -1 for never (or no limit), or a whole number from 1 up")
-    return value
-
-
-def _one_or_many(value: Any) -> Any:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
-
-
-def _top_k(value: Any) -> Any:
-    # -1, 0 and null are all spellings of "off" in the field; one of them reaches the engine.
-    return -1 if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 0) else value
-
-
-def _top_k_range(value: int) -> int:
-    if value == 0:
-        return -1
-    if value < -1:
-        raise FieldProblem("must be -1 (off) or at least 1", "use -1 to keep every token, or the number of tokens kept")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        if not all(isinstance(name, str) for name in value):
-            raise FieldProblem("every name in the mapping must be text", "put quotes around names that are numbers")
-        for item in value.values():
-            _plain(item)
-    elif isinstance(value, list):
-        for item in value:
-            _plain(item)
-    elif not isinstance(value, str | int | float | None) or (isinstance(value, float) and not isfinite(value)):
-        raise FieldProblem(
-            f"holds {value!r}, which cannot be written to JSON", "use text, finite numbers, true, false and null"
-        )
-    return value
-
-
-FreeDict = Annotated[dict[str, Any], AfterValidator(_plain)]
-StringList = Annotated[list[str], BeforeValidator(_one_or_many), Takes("text or list of texts")]
-
-Prompts = Annotated[int, Unit("prompts")]
-Responses = Annotated[int, Unit("responses")]
-Tokens = Annotated[int, Unit("tokens")]
-Steps = Annotated[int, Unit("training steps")]
-Passes = Annotated[int, Unit("passes over the data")]
-Seconds = Annotated[float, Unit("seconds")]
-Seed = Annotated[int, Unit("seed")]
-Number = Annotated[float, Unit("plain number")]
-Share = Annotated[float, Unit("share, 0 to 1")]
-
-_NEVER_OR_POSITIVE = Takes("-1, or a whole number from 1 up")
-RowLimit = Annotated[int, AfterValidator(_never_or_positive), _NEVER_OR_POSITIVE, Unit("prompts")]
-Every = Annotated[int, AfterValidator(_never_or_positive), _NEVER_OR_POSITIVE, Unit("training steps")]
-TopK = Annotated[
-    int,
-    BeforeValidator(_top_k),
-    AfterValidator(_top_k_range),
-    Takes("-1 (or 0, or null), or a whole number from 1 up"),
-    Unit("tokens"),
-]

@@ -25,14 +25,14 @@ class _Sizes:
     """The batch sizes of one role after "null: the actor's" has been filled in; keys name where each came from."""
 
     role: str
-    mini: int
     mini_key: str
-    micro: int | None
+    mini: int
     micro_key: str
+    micro: int | None
     dynamic: bool
     max_tokens: int
-    accumulation: int | None
     epochs: int
+    accumulation: int | None = None
 
 
 def ranks(config: Config, role: str = "actor") -> int | None:
@@ -50,44 +50,32 @@ def ranks(config: Config, role: str = "actor") -> int | None:
     return trainer.nnodes * max(1, trainer.n_gpus_per_node)
 
 
-def _actor(config: Config) -> _Sizes:
-    actor = config.actor
-    return _Sizes(
-        role="actor",
-        mini=actor.ppo_mini_batch_size,
-        mini_key="actor.ppo_mini_batch_size",
-        micro=None if actor.dynamic else actor.ppo_micro_batch_size_per_gpu,
-        micro_key="actor.ppo_micro_batch_size_per_gpu",
-        dynamic=actor.dynamic,
-        max_tokens=actor.ppo_max_token_len_per_gpu,
-        accumulation=actor.gradient_accumulation,
-        epochs=actor.ppo_epochs,
-    )
-
-
-def _critic(config: Config) -> _Sizes:
+def _sizes(config: Config, role: str) -> _Sizes:
     actor, critic = config.actor, config.critic
-    own_micro = critic.ppo_micro_batch_size_per_gpu is not None
+    mini, micro = "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"
+    if role == "actor":
+        rows = None if actor.dynamic else actor.ppo_micro_batch_size_per_gpu
+        sizes = (f"actor.{mini}", actor.ppo_mini_batch_size, f"actor.{micro}", rows, actor.dynamic)
+        return _Sizes(role, *sizes, actor.ppo_max_token_len_per_gpu, actor.ppo_epochs, actor.gradient_accumulation)
+    own_mini, own_micro = critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu
     dynamic = critic.use_dynamic_bsz
     if dynamic is None:
-        dynamic = False if own_micro else actor.dynamic
-    own_mini = critic.ppo_mini_batch_size is not None
+        dynamic = own_micro is None and actor.dynamic
     return _Sizes(
-        role="critic",
-        mini=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
-        mini_key="critic.ppo_mini_batch_size" if own_mini else "actor.ppo_mini_batch_size",
-        micro=None if dynamic else critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu,
-        micro_key=("critic" if own_micro else "actor") + ".ppo_micro_batch_size_per_gpu",
-        dynamic=dynamic,
-        max_tokens=critic.ppo_max_token_len_per_gpu,
-        accumulation=None,
-        epochs=critic.ppo_epochs or actor.ppo_epochs,
+        role,
+        f"{'actor' if own_mini is None else 'critic'}.{mini}",
+        own_mini or actor.ppo_mini_batch_size,
+        f"{'actor' if own_micro is None else 'critic'}.{micro}",
+        None if dynamic else own_micro or actor.ppo_micro_batch_size_per_gpu,
+        dynamic,
+        critic.ppo_max_token_len_per_gpu,
+        critic.ppo_epochs or actor.ppo_epochs,
     )
 
 
 def plan(config: Config, role: str, over: int | None) -> BatchPlan:
     """See :meth:`verl.config.schema.Config.actor_batch`; ``role``: actor or critic."""
-    sizes = _actor(config) if role == "actor" else _critic(config)
+    sizes = _sizes(config, role)
     over = over or ranks(config, role) or 1
     raise_problems(list(_rank_problems(config, sizes, over, known=True)))
     rows = sizes.mini * config.rollout.n
@@ -111,27 +99,23 @@ def reference_limits(config: Config) -> tuple[int | None, int | None]:
 def problems(config: Config) -> Iterator[Problem]:
     """Everything about batch sizes that cannot work, found before any worker starts."""
     yield from _world_size_problems(config)
-    roles = [_actor(config)] + ([_critic(config)] if config.uses_critic else [])
-    for sizes in roles:
-        known = ranks(config, sizes.role)
+    for role in ("actor", "critic") if config.uses_critic else ("actor",):
+        sizes, known = _sizes(config, role), ranks(config, role)
         # What the critic takes over from the actor is reported once, for the actor.
-        if sizes.mini_key.startswith(sizes.role):
+        if sizes.mini_key.startswith(role):
             yield from _prompt_problems(config, sizes)
         yield from _mode_problems(sizes)
         if sizes.dynamic:
-            yield from _token_problems(config, f"{sizes.role}.ppo_max_token_len_per_gpu", sizes.max_tokens)
-        own = sizes.mini_key.startswith("critic") or sizes.micro_key.startswith("critic")
-        if sizes.role == "actor" or own or known != ranks(config):
+            yield from _token_problems(config, f"{role}.ppo_max_token_len_per_gpu", sizes.max_tokens)
+        if role in sizes.mini_key + sizes.micro_key or known != ranks(config):
             # With an unknown number of ranks, what fails on one rank fails on any number.
             yield from _rank_problems(config, sizes, known or 1, known=known is not None)
     if config.uses_reference:
         rows, tokens = reference_limits(config)
         if rows is None and tokens is None:
-            yield Problem(
-                "ref.log_prob_use_dynamic_bsz=false needs a size of one forward pass",
-                "ref.log_prob_micro_batch_size_per_gpu is null",
-                "set ref.log_prob_micro_batch_size_per_gpu (responses in one forward pass on one rank)",
-            )
+            key = "ref.log_prob_micro_batch_size_per_gpu"
+            what = "ref.log_prob_use_dynamic_bsz=false needs a size of one forward pass"
+            yield Problem(what, f"{key} is null", f"set {key} (responses in one forward pass on one rank)")
         elif tokens is not None and config.ref.log_prob_max_token_len_per_gpu is not None:
             yield from _token_problems(config, "ref.log_prob_max_token_len_per_gpu", tokens)
 
@@ -148,26 +132,19 @@ def _world_size_problems(config: Config) -> Iterator[Problem]:
         said[f"trainer.n_gpus_per_node={gpus} x trainer.nnodes={trainer.nnodes}"] = gpus * trainer.nnodes
     given = {key: number for key, number in said.items() if number is not None}
     if len(set(given.values())) > 1:
-        yield Problem(
-            "the number of training ranks is given more than once, and differently",
-            ", ".join(f"{key}: {number}" for key, number in given.items()),
-            "keep one of them",
-        )
+        what = "the number of training ranks is given more than once, and differently"
+        yield Problem(what, ", ".join(f"{key}: {number}" for key, number in given.items()), "keep one of them")
     many = {role: ranks(config, role) for role in TRAINED}
     if set(many.values()) != {1} and config.actor.strategy == "fsdp2" and config.actor.auto_micro_batch:
-        yield Problem(
-            "actor.auto_micro_batch cannot start a pass over whose layers are gathered from all ranks",
-            "actor.strategy=fsdp2",
-            "set actor.auto_micro_batch=false and lower actor.ppo_max_token_len_per_gpu, or actor.strategy=replicate",
-        )
+        what = "actor.auto_micro_batch cannot start a pass over whose layers are gathered from all ranks"
+        lower = "set actor.auto_micro_batch=false and lower actor.ppo_max_token_len_per_gpu"
+        yield Problem(what, "actor.strategy=fsdp2", f"{lower}, or actor.strategy=replicate")
     if cluster.backend == "inline" and max(number or 1 for number in many.values()) > 1:
-        yield Problem(
-            "cluster.backend=inline is one process, and more are asked for",
-            ", ".join(f"{role}: {number} ranks" for role, number in many.items() if (number or 1) > 1)
-            + f" (actor.world_size={config.actor.world_size}, trainer.nnodes={trainer.nnodes}, "
-            f"trainer.n_gpus_per_node={gpus})",
-            "set cluster.backend=ray, or leave actor.world_size, trainer.n_gpus_per_node and processes out",
-        )
+        asked = ", ".join(f"{role}: {number} ranks" for role, number in many.items() if (number or 1) > 1)
+        keys = f"actor.world_size={config.actor.world_size}, trainer.nnodes={trainer.nnodes}"
+        fix = "set cluster.backend=ray, or leave actor.world_size, trainer.n_gpus_per_node and processes out"
+        what = "cluster.backend=inline is one process, and more are asked for"
+        yield Problem(what, f"{asked} ({keys}, trainer.n_gpus_per_node={gpus})", fix)
 
 
 def _divisor(number: int, limit: int) -> int:
@@ -177,79 +154,66 @@ def _divisor(number: int, limit: int) -> int:
 
 
 def _prompt_problems(config: Config, sizes: _Sizes) -> Iterator[Problem]:
-    train = config.data.train_batch_size
-    if sizes.mini > train:
-        yield Problem(
-            f"{sizes.mini_key} is larger than data.train_batch_size; both count prompts",
-            f"{sizes.mini} prompts > {train} prompts",
-            f"set {sizes.mini_key} to at most {train} prompts"
-            + (f" (prompts, not responses: rollout.n={config.rollout.n})" if config.rollout.n > 1 else ""),
-        )
-    elif train % sizes.mini:
-        yield Problem(
-            f"data.train_batch_size is not a multiple of {sizes.mini_key}; both count prompts",
-            f"{train} prompts / {sizes.mini} prompts",
-            f"for example {sizes.mini_key}={_divisor(train, sizes.mini)}",
-        )
+    train, mini, key = config.data.train_batch_size, sizes.mini, sizes.mini_key
+    if mini > train:
+        more = f" (prompts, not responses: rollout.n={config.rollout.n})" if config.rollout.n > 1 else ""
+        what = f"{key} is larger than data.train_batch_size; both count prompts"
+        yield Problem(what, f"{mini} prompts > {train} prompts", f"set {key} to at most {train} prompts{more}")
+    elif train % mini:
+        what = f"data.train_batch_size is not a multiple of {key}; both count prompts"
+        yield Problem(what, f"{train} prompts / {mini} prompts", f"for example {key}={_divisor(train, mini)}")
 
 
 def _mode_problems(sizes: _Sizes) -> Iterator[Problem]:
+    role = sizes.role
     if not sizes.dynamic and sizes.micro is None:
-        yield Problem(
-            f"{sizes.role}.use_dynamic_bsz=false needs a micro-batch size",
-            f"{sizes.role}.ppo_micro_batch_size_per_gpu is null",
-            f"set {sizes.role}.ppo_micro_batch_size_per_gpu (responses in one backward pass on one rank)",
-        )
+        what, key = f"{role}.use_dynamic_bsz=false needs a micro-batch size", f"{role}.ppo_micro_batch_size_per_gpu"
+        yield Problem(what, f"{key} is null", f"set {key} (responses in one backward pass on one rank)")
     if sizes.dynamic and sizes.accumulation is not None:
-        yield Problem(
-            f"{sizes.role}.gradient_accumulation has no meaning with dynamic batching, "
-            "where the tokens decide how many micro-batches there are",
-            sizes.accumulation,
-            f"remove it, or set {sizes.micro_key} (responses) and leave {sizes.role}.use_dynamic_bsz out",
+        what = (
+            f"{role}.gradient_accumulation has no meaning with dynamic batching, where the tokens decide how many "
+            "micro-batches there are"
         )
+        fix = f"remove it, or set {sizes.micro_key} (responses) and leave {role}.use_dynamic_bsz out"
+        yield Problem(what, sizes.accumulation, fix)
 
 
 def _token_problems(config: Config, key: str, limit: int) -> Iterator[Problem]:
-    longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
-    more = (" + 1", " and one for algorithm.bootstrap_truncated") if config.bootstraps else ("", "")
+    prompt, response, one = config.data.max_prompt_length, config.data.max_response_length, config.bootstraps
+    longest = prompt + response + one
     if limit < longest:
-        yield Problem(
-            f"{key} is smaller than the longest sequence, "
-            f"data.max_prompt_length + data.max_response_length{more[1]}; all count tokens",
-            f"{limit} tokens < {config.data.max_prompt_length} + {config.data.max_response_length}{more[0]} = "
-            f"{longest} tokens",
-            f"set {key} to at least {longest} tokens",
-        )
+        more = " and one for algorithm.bootstrap_truncated" if one else ""
+        sequence = f"the longest sequence, data.max_prompt_length + data.max_response_length{more}"
+        value = f"{limit} tokens < {prompt} + {response}{' + 1' if one else ''} = {longest} tokens"
+        fix = f"set {key} to at least {longest} tokens"
+        yield Problem(f"{key} is smaller than {sequence}; all count tokens", value, fix)
 
 
 def _rank_problems(config: Config, sizes: _Sizes, over: int, known: bool) -> Iterator[Problem]:
     """``known``: ``over`` is the true number of ranks, not a stand-in."""
-    n = config.rollout.n
-    rows = sizes.mini * n
-    product = f"{sizes.mini_key} x rollout.n = {sizes.mini} x {n} = {rows} responses"
-    if sizes.micro is None:
+    n, mini, key, micro = config.rollout.n, sizes.mini, sizes.mini_key, sizes.micro
+    rows = mini * n
+    product = f"{key} x rollout.n = {mini} x {n} = {rows} responses"
+    if micro is None:
         if rows < over:
-            yield Problem(
-                f"{product} cannot be spread over {over} ranks",
-                f"{rows} responses / {over} ranks",
-                f"set {sizes.mini_key} to at least {-(-over // n)} prompts, or use fewer ranks",
-            )
+            fix = f"set {key} to at least {-(-over // n)} prompts, or use fewer ranks"
+            what = f"{product} cannot be spread over {over} ranks"
+            yield Problem(what, f"{rows} responses / {over} ranks", fix)
         return
-    if rows % (sizes.micro * over):
-        yield Problem(
-            f"{product} do not divide into {sizes.micro_key}={sizes.micro} responses on each of {over} rank(s)",
-            f"{rows} responses / ({sizes.micro} responses x {over} rank(s))",
-            f"for example {sizes.micro_key}={_divisor(rows // over, sizes.micro)}"
-            if rows % over == 0
-            else f"make {sizes.mini_key} x rollout.n a multiple of {over} ranks",
-        )
+    if rows % (micro * over):
+        fix = f"make {key} x rollout.n a multiple of {over} ranks"
+        if rows % over == 0:
+            fix = f"for example {sizes.micro_key}={_divisor(rows // over, micro)}"
+        what = f"{product} do not divide into {sizes.micro_key}={micro} responses on each of {over} rank(s)"
+        yield Problem(what, f"{rows} responses / ({micro} responses x {over} rank(s))", fix)
         return
-    steps, given = rows // (sizes.micro * over), sizes.accumulation
+    steps, given = rows // (micro * over), sizes.accumulation
     if given is not None and (given != steps if known else steps % given):
         unknown = "" if known else " (the number of ranks is not known yet, and no number of them gives this)"
-        yield Problem(
-            f"{sizes.role}.gradient_accumulation does not agree with the batch sizes: {product}, in micro-batches "
-            f"of {sizes.micro} responses on each of {over} rank(s), are {steps} micro-batches{unknown}",
-            f"{given} micro-batches",
-            f"remove {sizes.role}.gradient_accumulation (it is derived), or set it to {steps}",
+        accumulation = f"{sizes.role}.gradient_accumulation"
+        what = (
+            f"{accumulation} does not agree with the batch sizes: {product}, in micro-batches of {micro} responses on "
+            f"each of {over} rank(s), are {steps} micro-batches{unknown}"
         )
+        fix = f"remove {accumulation} (it is derived), or set it to {steps}"
+        yield Problem(what, f"{given} micro-batches", fix)

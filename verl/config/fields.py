@@ -15,27 +15,16 @@ from verl.config.text import one_line
 
 @dataclass(frozen=True)
 class Facts:
-    """One key.
-
-    Attributes:
-        key: its name.
-        meaning: a sentence or two.
-        takes: the values that it may have, in words.
-        unit: what its number counts; None where it is no number.
-        default: as YAML; ``required`` where there is none.
-        acts_in: the stage of a run, and the role or part, that reads it.
-        spellings: other names under which it is accepted.
-        verl: verl's default where it is another; else empty.
-    """
+    """What there is to say about one key."""
 
     key: str
     meaning: str
-    takes: str
-    unit: str | None
-    default: str
-    acts_in: str
-    spellings: list[str]
-    verl: str
+    takes: str  # the values that it may have, in words
+    unit: str | None  # what its number counts; None where it is no number
+    default: str  # as YAML, or "required"
+    acts_in: str  # the stage of a run, and the role or part, that reads it
+    spellings: list[str]  # other names under which it is accepted
+    verl: str  # verl's default where it is another; else empty
 
 
 def facts(key: str) -> Facts:

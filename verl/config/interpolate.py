@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from verl.config.aliases import canonical
@@ -16,8 +19,8 @@ from verl.config.overrides import Setting
 from verl.config.problems import Problem, raise_problems
 from verl.errors import ConfigError
 
-_OPENING = re.compile(r"(?P<escape>\\*)\$\{")
-_REFERENCE = re.compile(r"(?P<escape>\\*)\$\{(?P<name>[^\W\d]\w*(?:\.\w+)*)\}")
+_OPENING = re.compile(r"(?P<escape>\\*)\$\{(?:(?P<name>[^\W\d]\w*(?:\.\w+)*)\})?")
+"""A ``${`` with the backslashes before it (an odd number: it is meant literally), and the reference that it begins."""
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,14 +33,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(place.get(parent), dict):
                 place[parent] = {}
             place = place[parent]
-        place[last] = _copied(value)
+        place[last] = deepcopy(value)
     return tree
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -49,39 +46,18 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _unescaped(match: re.Match[str]) -> bool:
-    return len(match["escape"]) % 2 == 0
-
-
 def _complaints(setting: Setting, known: set[str]) -> Iterator[Problem]:
     for text in _texts(setting.value):
-        references = {match.start(): match for match in _REFERENCE.finditer(text)}
-        openings = [match.start() for match in _OPENING.finditer(text) if _unescaped(match)]
-        if not references.keys() >= set(openings):
-            yield Problem(
-                f"{setting.spelled}: only ${{section.key}} may stand in a value; "
-                "nothing that runs code or reads the environment is supported",
-                text,
-                "name another key, or write a literal ${ as \\${",
-            )
+        names = [match["name"] for match in _OPENING.finditer(text) if len(match["escape"]) % 2 == 0]
+        if None in names:
+            only = "only ${section.key} may stand in a value; nothing runs code or reads the environment"
+            yield Problem(f"{setting.spelled}: {only}", text, "name another key, or write a literal ${ as \\${")
             continue
-        for name in (references[start]["name"] for start in openings):
-            if canonical(name) not in known:
-                settable = canonical(name) in leaves()
-                yield Problem(
-                    f"{setting.spelled}: ${{{name}}} " + ("is not set and has no default" if settable else "is no key"),
-                    text,
-                    f"set {name}" if settable else f"did you mean ${{{nearest(name, known)}}}?",
-                )
-
-
-def _rewritten(value: Any) -> Any:
-    """The value with every reference under its canonical name."""
-    if isinstance(value, str):
-        return _REFERENCE.sub(lambda m: f"{m['escape']}${{{canonical(m['name'])}}}", value)
-    if isinstance(value, dict):
-        return {name: _rewritten(item) for name, item in value.items()}
-    return [_rewritten(item) for item in value] if isinstance(value, list) else value
+        for name in (name for name in names if canonical(name) not in known):
+            what, fix = f"{setting.spelled}: ${{{name}}} is no key", f"did you mean ${{{nearest(name, known)}}}?"
+            if canonical(name) in leaves():
+                what, fix = f"{setting.spelled}: ${{{name}}} is not set and has no default", f"set {name}"
+            yield Problem(what, text, fix)
 
 
 def resolve(settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -94,34 +70,42 @@ def resolve(settings: Mapping[str, Setting]) -> dict[str, Any]:
     open_keys = [key for key, value in values.items() if any("${" in text for text in _texts(value))]
     if not open_keys:
         return values
-    base = defaults()
-    known = {key for key in base.keys() | values.keys() if key in leaves() or free_dict_of(key)}
+    whole = defaults() | values
+    known = {key for key in whole if key in leaves() or free_dict_of(key)}
     raise_problems([problem for key in open_keys for problem in _complaints(settings[key], known)])
+    tree = nested(whole)
 
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    def look(name: str, trail: tuple[str, ...]) -> Any:
+        key = canonical(name)
+        if key in trail:
+            what = "the references between keys cannot be resolved: they lead back to themselves"
+            fix = "make sure that no key refers to itself, directly or through others"
+            raise ConfigError(what, " -> ".join((*trail, key)), fix)
+        return solved(reduce(getitem, key.split("."), tree), (*trail, key))
 
-    try:
-        config = OmegaConf.create(nested(base | {key: _rewritten(value) for key, value in values.items()}))
-        tree: Any = OmegaConf.to_container(config, resolve=True)
-    except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the references between keys cannot be resolved: {str(error).splitlines()[0]}",
-            ", ".join(f"{settings[key].spelled}={values[key]}" for key in open_keys),
-            "make sure that no key refers to itself, directly or through others",
-        ) from error
-    for key in open_keys:
-        place = tree
-        for part in key.split("."):
-            place = place[part]
-        values[key] = place
-    return values
+    def solved(value: Any, trail: tuple[str, ...]) -> Any:
+        if isinstance(value, dict):
+            return {name: solved(item, trail) for name, item in value.items()}
+        if not isinstance(value, str):
+            return [solved(item, trail) for item in value] if isinstance(value, list) else value
+        only = _OPENING.fullmatch(value)
+        if only and only["name"] and not only["escape"]:
+            return look(only["name"], trail)
+
+        def written(match: re.Match[str]) -> str:
+            backslashes, odd = divmod(len(match["escape"]), 2)
+            text = match[0].lstrip("\\") if odd else str(look(match["name"], trail))
+            return "\\" * backslashes + text
+
+        return _OPENING.sub(written, value)
+
+    return values | {key: solved(values[key], (key,)) for key in open_keys}
 
 
 def escape(value: Any) -> Any:
     """The value with every text written so that :func:`resolve` gives it back unchanged."""
     if isinstance(value, str):
-        return _OPENING.sub(lambda m: m["escape"] * 2 + "\\${", value)
+        return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", value)
     if isinstance(value, dict):
         return {name: escape(item) for name, item in value.items()}
     return [escape(item) for item in value] if isinstance(value, list | tuple) else value

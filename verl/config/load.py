@@ -128,16 +128,13 @@ def _layers(
         yield read_overrides([overrides] if isinstance(overrides, str) else overrides)
 
 
-def build_config(tree: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Config:
+def build_config(tree: Mapping[str, Any]) -> Config:
     """A :class:`Config` from nested mappings under our own key names, such as ``{"rollout": {"n": 8}}``.
-
-    Args:
-        places: where a key's value stands (``in run.yaml:12``), for messages about it.
 
     Raises:
         ConfigError: with everything that is wrong in one message.
     """
-    return _build(Config, tree, places or {})  # type: ignore[no-any-return]
+    return _build(Config, tree, {})  # type: ignore[no-any-return]
 
 
 def _build(schema: type[Config] | type[SupervisedConfig], tree: Mapping[str, Any], places: Mapping[str, str]) -> Any:
@@ -157,14 +154,9 @@ def _merged(settings: Iterable[Setting]) -> dict[str, Setting]:
     for setting in settings:
         other = merged.get(setting.key)
         if other is not None and other.spelled != setting.spelled and other.value != setting.value:
-            problems.append(
-                Problem(
-                    f"{other.spelled} and {setting.spelled} are the same key ({setting.key}) "
-                    f"and have different values {setting.place}",
-                    f"{other.value} and {setting.value}",
-                    f"keep one of them, best {setting.key}",
-                )
-            )
+            both = f"{other.spelled} and {setting.spelled} are the same key ({setting.key})"
+            what, values = f"{both} and have different values {setting.place}", f"{other.value} and {setting.value}"
+            problems.append(Problem(what, values, f"keep one of them, best {setting.key}"))
         merged[setting.key] = setting
     raise_problems(problems)
     return merged

@@ -27,13 +27,12 @@ def nearest(name: str, choices: Iterable[str], cutoff: float = 0.0) -> str | Non
     Returns:
         The nearest choice (the first of equals), or None where no choice reaches the cutoff.
     """
-    lowered = name.lower()
-    best, best_score = None, cutoff
-    for choice in choices:
-        score = _likeness(lowered, choice.lower())
-        if score > best_score or (best is None and score >= best_score):
-            best, best_score = choice, score
-    return best
+
+    def likeness(choice: str) -> float:
+        return _likeness(name.lower(), choice.lower())
+
+    found = max(choices, key=likeness, default=None)
+    return found if found is not None and likeness(found) >= cutoff else None
 
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:

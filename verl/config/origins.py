@@ -14,18 +14,13 @@ from verl.config.problems import as_written
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one value comes from.
+    """Where one value comes from."""
 
-    Attributes:
-        kind: "default", "preset", "file", "given mapping" or "command line", in order of precedence.
-        place: the same with its name: ``preset grpo``, ``run.yaml:12``, ``command line``.
-        written: the setting as the user wrote it where that is another spelling of the key, or another value (a
-            reference, or a value of verl's that was turned into ours); else empty.
-    """
-
-    kind: str
-    place: str
+    kind: str  # as of Source, in order of precedence
+    place: str  # the same with its name: ``preset grpo``, ``run.yaml:12``, ``command line``
     written: str = ""
+    """The setting as the user wrote it where that is another spelling of the key, or another value (a reference, or a
+    value of verl's that was turned into ours); else empty."""
 
     def __str__(self) -> str:
         return f"{self.place}, as {self.written}" if self.written else self.place

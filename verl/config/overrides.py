@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,12 @@ from verl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Source:
-    """What settings are read from: a preset, a file, a mapping or the command line.
+    """What settings are read from: a preset, a file, a mapping or the command line."""
 
-    Attributes:
-        kind: "default" (nothing was read), "preset", "file", "given mapping" or "command line".
-        name: the preset's name or the file's path; empty for the others.
-        lines: line of each key in the text, counted from 1, by the name as it is written there.
-    """
-
-    kind: str
-    name: str = ""
+    kind: str  # "default" (nothing was read), "preset", "file", "given mapping" or "command line"
+    name: str = ""  # the preset's, or the file's path
     lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Line of each key in the text, counted from 1, by the name as it is written there."""
 
     def __str__(self) -> str:
         return self.name if self.kind == "file" else f"the {self.kind} {self.name}".rstrip()
@@ -45,18 +40,11 @@ OPEN = "???"
 
 @dataclass(frozen=True)
 class Setting:
-    """One value that the user gave.
+    """One value that the user gave."""
 
-    Attributes:
-        key: the name under which it is looked up (see :func:`verl.config.aliases.canonical`).
-        spelled: the name as the user wrote it.
-        value: what the YAML says, interpolations not resolved.
-        source: what it was read from.
-    """
-
-    key: str
-    spelled: str
-    value: Any
+    key: str  # the name under which it is looked up (see :func:`verl.config.aliases.canonical`)
+    spelled: str  # the name as the user wrote it
+    value: Any  # what the YAML says, references not resolved
     source: Source
 
     @property
@@ -98,11 +86,7 @@ def read_file(path: str | Path) -> list[Setting]:
 def _existing_file(missing: Path) -> str:
     with_ending = [missing.with_name(missing.name + ending) for ending in (".yaml", ".yml")]
     found = next((file for file in with_ending if file.is_file()), None) or nearest_path(missing)
-    return (
-        f"did you mean {found}?"
-        if found
-        else f"check the path; {missing.parent.absolute()} holds no file of a name like it"
-    )
+    return f"did you mean {found}?" if found else f"check the path; {missing.parent.absolute()} has no file like it"
 
 
 def read_text(text: str, source: Source) -> list[Setting]:
@@ -115,25 +99,13 @@ def read_text(text: str, source: Source) -> list[Setting]:
         ConfigError: not YAML, or not a mapping of keys to values.
     """
     import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {_yaml_complaint(error)}", None, "correct the file") from error
-    except OmegaConfBaseException as error:
-        complaint = str(error).splitlines()[0]
-        raise ConfigError(f"{source}: {complaint}", None, _INTERPOLATION_FIX) from error
-    except (OSError, AssertionError):
-        tree = None  # how OmegaConf refuses what is neither a mapping nor a list
-    except _ODD_VALUES as error:
-        raise ConfigError(f"{source} cannot be read: {error}", None, "write plain YAML values, without tags") from error
+    fix = "write plain YAML values, without tags"
+    tree = _parsed(lambda conf: conf.load(io.StringIO(text)), str(source), None, "correct the file", fix)
     # OmegaConf reads a lone word as a key without a value.
     if not isinstance(tree, dict) or (tree and ":" not in text):
-        raise ConfigError(
-            f"{source} is not a mapping of keys to values", text.strip()[:60], "write it as  section:\\n  key: value"
-        )
+        fix = "write it as  section:\\n  key: value"
+        raise ConfigError(f"{source} is not a mapping of keys to values", text.strip()[:60], fix)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return flatten("", tree, replace(source, lines=dict(_lines(yaml.compose(text, loader)))))
 
@@ -146,9 +118,28 @@ def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
         yield from _lines(value, key + ".")
 
 
-# What YAML's constructors raise on values that do not fit their tag (!!int without a number) or are too deep.
-_ODD_VALUES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_INTERPOLATION_FIX = "refer to another key as ${section.key}; write a literal ${ as \\${"
+def _parsed(read: Callable[[Any], Any], subject: str, value: str | None, fix_yaml: str, fix_value: str) -> Any:
+    """What OmegaConf reads, its references not resolved; None for what is neither a mapping nor a list.
+
+    Raises:
+        ConfigError: about ``subject``, whatever YAML or OmegaConf complains about.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(read(OmegaConf), resolve=False)
+    except (OSError, AssertionError):
+        return None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{subject} is not valid YAML: {_yaml_complaint(error)}", value, fix_yaml) from error
+    except OmegaConfBaseException as error:
+        fix = "refer to another key as ${section.key}; write a literal ${ as \\${"
+        raise ConfigError(f"{subject} cannot be read: {str(error).splitlines()[0]}", value, fix) from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        # A value that does not fit its tag (!!int without a number), or is too deep.
+        raise ConfigError(f"{subject} cannot be read: {error}", value, fix_value) from error
 
 
 def _yaml_complaint(error: Exception) -> str:
@@ -158,19 +149,18 @@ def _yaml_complaint(error: Exception) -> str:
 
 
 def read_overrides(overrides: Sequence[str]) -> list[Setting]:
-    """Settings of ``key=value`` words, in order; see :func:`read_override`."""
-    return [setting for word in overrides for setting in read_override(word)]
+    """Settings of ``key=value`` words, in order.
 
-
-def read_override(word: str) -> list[Setting]:
-    """Settings of one ``key=value`` word.
-
-    The key may begin with + or ++. The value is YAML in flow style ([a, b], {k: v}, null, 1e-6, "quoted"); for a key
-    that takes text, anything that does not begin with a bracket or quote is taken as it stands.
+    A key may begin with + or ++. The value is YAML in flow style ([a, b], {k: v}, null, 1e-6, "quoted"); for a key that
+    takes text, anything that does not begin with a bracket or quote is taken as it stands.
 
     Raises:
         ConfigError: there is no =, no key, or the value is not YAML.
     """
+    return [setting for word in overrides for setting in _read_override(word)]
+
+
+def _read_override(word: str) -> list[Setting]:
     key, equals, text = word.partition("=")
     key, text = key.strip(), text.strip()
     if key.startswith("~"):
@@ -188,24 +178,8 @@ def read_override(word: str) -> list[Setting]:
 def _value(key: str, text: str, word: str) -> Any:
     if holds_text(key) and text and text[0] not in "[{'\"" and text.lower() not in ("null", "~"):
         return text
-
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]), resolve=False)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"the value of {key} is not valid YAML: {_yaml_complaint(error)}",
-            word,
-            "write lists as [a, b], and put quotes around text with special characters",
-        ) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"the value of {key} cannot be read: {str(error).splitlines()[0]}", word, _INTERPOLATION_FIX
-        ) from error
-    except _ODD_VALUES as error:
-        raise ConfigError(f"the value of {key} cannot be read: {error}", word, "write a plain YAML value") from error
-    assert isinstance(tree, dict)
+    fix = "write lists as [a, b], and put quotes around text with special characters"
+    tree = _parsed(
+        lambda conf: conf.from_dotlist([f"v={text}"]), f"the value of {key}", word, fix, "write a plain YAML value"
+    )
     return tree["v"]

@@ -57,13 +57,12 @@ def _section(key: str, depth: int = 2) -> str:
     field = sections()[key]
     kind = field.annotation
     assert isinstance(kind, type) and issubclass(kind, Section)
-    about = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     inside = [facts(name) for name in leaves() if name.rpartition(".")[0] == key]
     rows = ((_code(fact.key), _code(fact.default), _takes(fact), _meaning(fact, kind.acts_in)) for fact in inside)
     return "\n".join(
         [
             f"{'#' * (depth + ('.' in key))} {key}\n",
-            f"{field.description} {about} *{kind.acts_in}*\n",
+            f"{field.description} *{kind.acts_in}*\n",
             _table(("key", "default", "takes", "meaning"), rows),
         ]
     )

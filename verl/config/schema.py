@@ -6,14 +6,14 @@ from math import lcm
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from verl.config import batches, checks
-from verl.config.base import Section
+from verl.config import batches, checks, notices
+from verl.config.base import Section, part
 from verl.config.plan import BatchPlan, SamplingPlan
-from verl.config.schema_cluster import TRAINED, ClusterConfig
-from verl.config.schema_data import DataConfig, ModelConfig, RewardConfig
-from verl.config.schema_profiler import ProfilerConfig
+from verl.config.schema_cluster import TRAINED, ClusterConfig, ProfilerConfig
+from verl.config.schema_data import DataConfig, ModelConfig
+from verl.config.schema_reward import RewardConfig
 from verl.config.schema_roles import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema_run import AlgorithmConfig, RolloutConfig, TrainerConfig
 from verl.errors import ConfigError
@@ -29,17 +29,17 @@ class Config(Section):
 
     acts_in: ClassVar[str] = "everywhere"
 
-    data: DataConfig = Field(description="Prompts.")
-    model: ModelConfig = Field(description="The trained model.")
-    actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy's training.")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling responses.")
-    ref: RefConfig = Field(default_factory=RefConfig, description="The reference model.")
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model.")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Advantages and KL.")
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="Scores.")
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Processes and machines.")
-    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="A close look at single steps.")
+    data: DataConfig
+    model: ModelConfig
+    actor: ActorConfig = part(ActorConfig)
+    rollout: RolloutConfig = part(RolloutConfig)
+    ref: RefConfig = part(RefConfig)
+    critic: CriticConfig = part(CriticConfig)
+    algorithm: AlgorithmConfig = part(AlgorithmConfig)
+    reward: RewardConfig = part(RewardConfig)
+    trainer: TrainerConfig = part(TrainerConfig)
+    cluster: ClusterConfig = part(ClusterConfig)
+    profiler: ProfilerConfig = part(ProfilerConfig)
 
     @model_validator(mode="before")
     @classmethod
@@ -60,7 +60,7 @@ class Config(Section):
 
     def notices(self) -> list[str]:
         """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
-        return checks.notices(self)
+        return notices.notices(self)
 
     @property
     def run_dir(self) -> Path:

@@ -1,15 +1,16 @@
-"""Where the roles of a run live: pools of processes, and which role is in which."""
+"""Where the roles of a run live: pools of processes, and which role is in which; and whose work is profiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from verl.config.base import FieldProblem, FreeDict, Number, Seconds, Section, StringList, Unit, check_entries, in_stage
+from verl.config.base import FieldProblem, Section, Unit, also, check_entries, field, in_stage, part
 from verl.config.names import did_you_mean
 from verl.config.problems import Problem
+from verl.config.units import FreeDict, Number, Seconds, Steps, StringList
 
 MAIN = "main"
 TRAINED = ("actor", "critic", "reference", "reward")
@@ -53,9 +54,8 @@ class PoolConfig(Section):
     def _positive(cls, value: dict[str, float]) -> dict[str, float]:
         for name, amount in value.items():
             if name in ("CPU", "GPU", "memory", "object_store_memory") or amount <= 0:
-                raise FieldProblem(
-                    f"has {name}: {amount:g}", "name resources of your own, with amounts above 0; CPUs are threads"
-                )
+                fix = "name resources of your own, with amounts above 0; CPUs are threads"
+                raise FieldProblem(f"has {name}: {amount:g}", fix)
         return value
 
 
@@ -64,13 +64,11 @@ class PlacementConfig(Section):
 
     acts_in: ClassVar[str] = "start: the workers"
 
-    actor: str = Field(MAIN, min_length=1, description="The actor's pool; main is there without being named in pools.")
-    critic: str | None = Field(None, min_length=1, description="The critic's pool; null: the actor's.")
-    reference: str | None = Field(None, min_length=1, description="The reference's pool; null: the actor's.")
-    reward: str | None = Field(None, min_length=1)
-    """The pool of reward model and reward functions; null: the actor's."""
-    rollout: StringList = Field(default_factory=list)
-    """Pools of rollout workers; none: the actor's processes sample."""
+    actor: str = field(MAIN, "The actor's pool; main is there without being named in pools.", min_length=1)
+    critic: str | None = field(None, "The critic's pool; null: the actor's.", min_length=1)
+    reference: str | None = field(None, "The reference's pool; null: the actor's.", min_length=1)
+    reward: str | None = field(None, "The pool of reward model and reward functions; null: the actor's.", min_length=1)
+    rollout: StringList = field([], "Pools of rollout workers; none: the actor's processes sample.")
 
     def pool_of(self, role: str) -> str:
         """The pool of a role other than rollout."""
@@ -97,14 +95,14 @@ class ClusterConfig(Section):
     pools: FreeDict = Field(default_factory=dict)
     """Processes by the name of their pool: {name: {processes, threads, gpus, memory_gb, resources, device, env,
     kv_cache_gb}}; docs/cluster.md says what each does."""
-    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="The pool of each role.")
-    start_timeout: Seconds = Field(120.0, gt=0, description="Seconds to wait until all workers have started.")
+    placement: PlacementConfig = part(PlacementConfig)
+    start_timeout: Seconds = field(120.0, "Seconds to wait until all workers have started.", gt=0)
     collective_timeout: Seconds = Field(1800.0, gt=0, **in_stage("update and process: sums over ranks"))
     """Seconds that a training rank waits for the others, whose work may take longer than its own."""
     stall_seconds: Seconds = Field(600.0, gt=0, **in_stage("every call to a worker"))
     """Seconds without an answer of a worker after which, and after as many again, it is said and written to events.log
     who waits for whom, with the stack of the silent process."""
-    dashboard: bool = Field(False, description="Start Ray's dashboard on the loopback interface.")
+    dashboard: bool = field(False, "Start Ray's dashboard on the loopback interface.")
 
     @field_validator("pools")
     @classmethod
@@ -132,9 +130,8 @@ class ClusterConfig(Section):
                 fix = f"{did_you_mean(name, known)}cluster.pools has {', '.join(known)}"
                 yield Problem(f"{key} names no pool", name, fix)
         if len(set(placement.rollout)) < len(placement.rollout):
-            yield Problem(
-                "cluster.placement.rollout names a pool twice", placement.rollout, "set its processes instead"
-            )
+            fix = "set its processes instead"
+            yield Problem("cluster.placement.rollout names a pool twice", placement.rollout, fix)
         for name in placement.rollout if placement.rollout_alone else ():
             if name in trained:
                 yield Problem(
@@ -150,19 +147,30 @@ class ClusterConfig(Section):
         others = {self.placement.pool_of(role) for role in TRAINED if role != "reward"}
         many = self.pool(reward).processes or 1
         if many > 1 and reward not in others:
-            yield Problem(
-                f"cluster.pools.{reward} has the reward role alone, which one process does",
-                f"{many} processes",
-                f"set cluster.pools.{reward}.processes=1 (reward.num_workers is the number of those that it starts)",
-            )
+            what = f"cluster.pools.{reward} has the reward role alone, which one process does"
+            fix = f"set cluster.pools.{reward}.processes=1 (reward.num_workers is the number of those that it starts)"
+            yield Problem(what, f"{many} processes", fix)
 
 
-def pool_setting(values: Mapping[str, Any], role: str) -> Any:
-    """``processes`` of a role's pool in settings that are not checked yet, by dotted key; None where not given."""
-    placed = values.get("cluster.placement.actor", MAIN)
-    name = values.get(f"cluster.placement.{role}") or placed
-    whole = values.get("cluster.pools")
-    entry = whole.get(name) if isinstance(whole, dict) else None
-    given = entry.get("processes") if isinstance(entry, dict) else None
-    given = values.get(f"cluster.pools.{name}.processes", given)
-    return given if given is not None or name == placed else 1
+Role = Literal["actor", "critic", "reference", "reward", "rollout"]
+
+
+class ProfilerConfig(Section):
+    """Which work of which steps to look into, operator by operator. ``verl profile RUN`` tells what was found."""
+
+    acts_in: ClassVar[str] = "the workers, in the steps that are profiled"
+
+    tool: Annotated[Literal["none", "torch", "nsight"], also(none=None, nsight="nsys")] = "none"
+    """torch: PyTorch's profiler, a trace for each call; nsight: Nsight Systems, on GPUs over Ray."""
+    roles: list[Role] = field([], "Whose work is profiled; none named: all of it.")
+    steps: list[Annotated[Steps, Field(ge=1)]] = Field(default_factory=lambda: [2])
+    """Training steps that are profiled; the first one also warms up."""
+    memory: bool = field(False, "On a GPU also a page with all allocations of each profiled call (tool torch).")
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _no_steps(cls, value: Any) -> Any:
+        return [] if value is None else value
+
+    def wants(self, role: str) -> bool:
+        return self.tool != "none" and (not self.roles or role in self.roles)

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from verl.config.base import FieldProblem, Number, Section, Share, Takes
+from verl.config.base import FieldProblem, Section, Takes, field
 from verl.config.names import did_you_mean
+from verl.config.units import Number, Share
 
 
 class PolicyLossConfig(Section):
@@ -19,14 +20,14 @@ class PolicyLossConfig(Section):
         "vanilla", "decoupled", "gspo", "cispo", "gpg", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"
     ] = "vanilla"
     """Policy loss; vanilla: PPO's clipped surrogate with dual clip. See docs/algorithms.md."""
-    path: str | None = Field(None, description="Python file with a policy loss of your own, instead of loss_mode.")
-    name: str = Field("policy_loss", description="Its function in that file.")
-    clip_cov_ratio: Share = Field(2e-4, ge=0, le=1, description="clip_cov: share of all tokens that is left out.")
-    clip_cov_lb: Number = Field(1.0, description="clip_cov: tokens are left out only above this covariance.")
-    clip_cov_ub: Number = Field(5.0, description="clip_cov: tokens are left out only below this covariance.")
+    path: str | None = field(None, "Python file with a policy loss of your own, instead of loss_mode.")
+    name: str = field("policy_loss", "Its function in that file.")
+    clip_cov_ratio: Share = field(2e-4, "clip_cov: share of all tokens that is left out.", ge=0, le=1)
+    clip_cov_lb: Number = field(1.0, "clip_cov: tokens are left out only above this covariance.")
+    clip_cov_ub: Number = field(5.0, "clip_cov: tokens are left out only below this covariance.")
     kl_cov_ratio: Share = Field(2e-3, ge=0, le=1)
     """kl_cov: share of tokens, by covariance from the top, that is held back."""
-    ppo_kl_coef: Number = Field(1.0, ge=0, description="kl_cov: weight of their penalty, the absolute log-ratio.")
+    ppo_kl_coef: Number = field(1.0, "kl_cov: weight of their penalty, the absolute log-ratio.", ge=0)
 
     @property
     def needs_draws(self) -> bool:
@@ -41,11 +42,11 @@ class ScheduleConfig(Section):
 
     type: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
     """constant; linear or cosine: to end after the last step; adaptive: towards target."""
-    end: Number | None = Field(None, ge=0, description="linear, cosine: the value at the end of the run.")
-    target: Number | None = Field(None, gt=0, description="adaptive: what the watched metric is steered to.")
-    rate: Share = Field(0.1, gt=0, lt=1, description="adaptive: largest change in one training step, as a share.")
-    min: Number | None = Field(None, gt=0, description="adaptive: lower bound; null: a tenth of the start.")
-    max: Number | None = Field(None, gt=0, description="adaptive: upper bound; null: ten times the start.")
+    end: Number | None = field(None, "linear, cosine: the value at the end of the run.", ge=0)
+    target: Number | None = field(None, "adaptive: what the watched metric is steered to.", gt=0)
+    rate: Share = field(0.1, "adaptive: largest change in one training step, as a share.", gt=0, lt=1)
+    min: Number | None = field(None, "adaptive: lower bound; null: a tenth of the start.", gt=0)
+    max: Number | None = field(None, "adaptive: upper bound; null: ten times the start.", gt=0)
 
     def bounds(self, start: float) -> tuple[float, float]:
         """Between which values an adaptive coefficient stays."""
@@ -83,9 +84,8 @@ REJECTIONS = tuple(f"{over}_{k}" for over in ("token", "seq_sum", "seq_mean", "s
 def _rejection(value: str) -> str:
     value = _OLDER_REJECTIONS.get(value, value)
     if value not in REJECTIONS:
-        raise FieldProblem(
-            "is not a rejection statistic", f"{did_you_mean(value, REJECTIONS)}use one of {', '.join(REJECTIONS)}"
-        )
+        fix = f"{did_you_mean(value, REJECTIONS)}use one of {', '.join(REJECTIONS)}"
+        raise FieldProblem("is not a rejection statistic", fix)
     return value
 
 
@@ -104,8 +104,7 @@ class RolloutCorrectionConfig(Section):
     (seq_mean_k1: geometric mean of the ratio), _k2 or _k3; null: none."""
     rollout_rs_threshold: Threshold | None = None
     """k1: the ratio kept, as a range [lo, hi], or one number c for [1/c, c]; k2, k3: the largest divergence kept."""
-    bypass_mode: bool = False
-    """Take the engine's log-probs as old ones: the loss's ratio corrects by itself."""
+    bypass_mode: bool = field(False, "Take the engine's log-probs as old ones: the loss's ratio corrects by itself.")
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """With bypass_mode: the policy loss as configured, or the policy gradient -A log pi times the importance
     weights."""

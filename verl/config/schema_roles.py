@@ -6,22 +6,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from verl.config.base import (
-    FieldProblem,
-    Number,
-    Prompts,
-    Responses,
-    Section,
-    Share,
-    Steps,
-    Takes,
-    Tokens,
-    Unit,
-    also,
-    in_stage,
-)
+from verl.config.base import FieldProblem, Section, Takes, Unit, also, field, in_stage, part
 from verl.config.names import did_you_mean
 from verl.config.schema_losses import ClipScheduleConfig, PolicyLossConfig, ScheduleConfig
+from verl.config.units import Number, Prompts, Responses, Share, Steps, Tokens
+
+WORKERS = in_stage("start: the workers")
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
@@ -52,7 +42,7 @@ class OptimConfig(Section):
 
     acts_in: ClassVar[str] = "update: the optimizer"
 
-    lr: Number = Field(1e-6, ge=0, description="Peak learning rate.")
+    lr: Number = field(1e-6, "Peak learning rate.", ge=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Course of the learning rate after warm-up, down to lr x min_lr_ratio after the last step; wsd: constant, then
     linear over lr_wsd_decay_steps."""
@@ -62,11 +52,10 @@ class OptimConfig(Section):
     """Warm-up as a share of all training steps; used when lr_warmup_steps is -1."""
     lr_wsd_decay_steps: Steps | None = Field(None, ge=1)
     """wsd: training steps of the decay at the end; null: a tenth of all steps."""
-    min_lr_ratio: Share = Field(0.0, ge=0, le=1, description="Where linear, cosine and wsd end, as a share of lr.")
-    weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay (AdamW).")
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of Adam's first and second moment."""
-    eps: Number = Field(1e-8, gt=0, description="Added to the root of Adam's second moment.")
+    min_lr_ratio: Share = field(0.0, "Where linear, cosine and wsd end, as a share of lr.", ge=0, le=1)
+    weight_decay: Number = field(0.01, "Decoupled weight decay (AdamW).", ge=0)
+    betas: tuple[Beta, Beta] = field((0.9, 0.999), "Decay rates of Adam's first and second moment.")
+    eps: Number = field(1e-8, "Added to the root of Adam's second moment.", gt=0)
     decay_norms_and_biases: bool = False
     """Decay parameters of one dimension too (norms and biases), as verl does."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
@@ -77,7 +66,7 @@ class OptimConfig(Section):
 class CriticOptimConfig(OptimConfig):
     """As the actor's, with a higher learning rate: the value head starts from nothing."""
 
-    lr: Number = Field(1e-5, ge=0, description="Peak learning rate.")
+    lr: Number = field(1e-5, "Peak learning rate.", ge=0)
 
 
 class ActorConfig(Section):
@@ -85,12 +74,10 @@ class ActorConfig(Section):
 
     acts_in: ClassVar[str] = "update: the actor"
 
-    world_size: Annotated[int, Unit("ranks")] | None = Field(None, ge=1, **in_stage("start: the workers"))
+    world_size: Annotated[int, Unit("ranks")] | None = Field(None, ge=1, **WORKERS)
     """Processes that train together, of actor, critic and reference alike; null: one for each GPU of trainer.nnodes x
     trainer.n_gpus_per_node, one on a CPU."""
-    strategy: Annotated[Literal["replicate", "fsdp2"], also(fsdp2="fsdp")] = Field(
-        "replicate", **in_stage("start: the workers")
-    )
+    strategy: Annotated[Literal["replicate", "fsdp2"], also(fsdp2="fsdp")] = Field("replicate", **WORKERS)
     """What each of several ranks holds of actor and critic: all, or its share of weights, gradients and optimizer state
     (fsdp2, with layers gathered while they compute)."""
     reshard_after_forward: bool = True
@@ -113,11 +100,10 @@ class ActorConfig(Section):
     auto_micro_batch: bool = False
     """When memory runs out, halve the micro-batches of actor, critic and reference for the rest of the run and start
     the pass over; false: stop and say what did not fit."""
-    ppo_epochs: Annotated[int, Unit("passes over a batch")] = Field(1, ge=1)
-    """Passes over each batch of experience."""
-    shuffle: bool = Field(False, description="Draw mini-batches in a seeded random order instead of as generated.")
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="Optimizer and schedule.")
-    grad_clip: Number = Field(1.0, gt=0, description="Largest gradient norm of one optimizer step.")
+    ppo_epochs: Annotated[int, Unit("passes over a batch")] = field(1, "Passes over each batch of experience.", ge=1)
+    shuffle: bool = field(False, "Draw mini-batches in a seeded random order instead of as generated.")
+    optim: OptimConfig = part(OptimConfig)
+    grad_clip: Number = field(1.0, "Largest gradient norm of one optimizer step.", gt=0)
     clip_ratio: Number = Field(0.2, gt=0, le=1)
     """Clip range of the probability ratio on both sides, unless low or high is given."""
     clip_ratio_low: Number | None = Field(None, gt=0, le=1)
@@ -126,24 +112,25 @@ class ActorConfig(Section):
     """Clip range above: the ratio's upper bound is 1 + this; null: clip_ratio."""
     clip_ratio_c: Number = Field(3.0, gt=1)
     """Dual clip: bound of the loss at negative advantages, as a multiple of the advantage."""
-    clip_ratio_schedule: ClipScheduleConfig = Field(default_factory=ClipScheduleConfig)
-    """How the clip range moves over the run."""
-    tau_pos: Number = Field(1.0, gt=0, description="sapo: temperature of the gate at positive advantages.")
-    tau_neg: Number = Field(1.05, gt=0, description="sapo: temperature of the gate at other advantages.")
-    entropy_coeff: Number = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss.")
-    entropy_coeff_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    """How that weight moves; adaptive: target is actor/entropy, in nats."""
-    use_kl_loss: bool = Field(False, description="Add a KL term against the reference model to the loss.")
-    kl_loss_coef: Number = Field(0.001, ge=0, description="Weight of that KL term.")
-    kl_loss_coef_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    """How that weight moves; adaptive: target is actor/kl_loss, in nats."""
+    clip_ratio_schedule: ClipScheduleConfig = part(ClipScheduleConfig)
+    tau_pos: Number = field(1.0, "sapo: temperature of the gate at positive advantages.", gt=0)
+    tau_neg: Number = field(1.05, "sapo: temperature of the gate at other advantages.", gt=0)
+    entropy_coeff: Number = field(0.0, "Weight of the entropy bonus in the loss.", ge=0)
+    entropy_coeff_schedule: ScheduleConfig = part(
+        ScheduleConfig, "How that weight moves; adaptive: target is actor/entropy, in nats."
+    )
+    use_kl_loss: bool = field(False, "Add a KL term against the reference model to the loss.")
+    kl_loss_coef: Number = field(0.001, "Weight of that KL term.", ge=0)
+    kl_loss_coef_schedule: ScheduleConfig = part(
+        ScheduleConfig, "How that weight moves; adaptive: target is actor/kl_loss, in nats."
+    )
     kl_loss_type: KlType = "low_var_kl"
     """Estimator of that KL term: kl|k1, abs, mse|k2, low_var_kl|k3, or full (over the vocabulary); a trailing + takes
     the value from this estimator and the gradient from k2 (straight-through)."""
-    loss_agg_mode: LossAggMode = Field("token-mean", description="How token losses become one number.")
+    loss_agg_mode: LossAggMode = field("token-mean", "How token losses become one number.")
     loss_scale_factor: Annotated[float, Unit("tokens")] | None = Field(None, gt=0)
     """Fixed divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length."""
-    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="Which policy loss.")
+    policy_loss: PolicyLossConfig = part(PolicyLossConfig)
     prefix_sharing: Annotated[Literal["auto", "on", "off"], also(on=True, off=False)] = "auto"
     """Compute a group's prompt once per micro-batch; auto: when it saves work."""
     recompute_old_log_probs: Literal["auto", "always", "never"] = Field("auto", **in_stage("process: old log-probs"))
@@ -186,9 +173,8 @@ class CriticModelConfig(Section):
 
     acts_in: ClassVar[str] = "start: loading the critic's model"
 
-    path: str | None = Field(None, description="As model.path; null: the actor's model with a new value head.")
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model of critic.model.path."""
+    path: str | None = field(None, "As model.path; null: the actor's model with a new value head.")
+    trust_remote_code: bool = field(False, "Run Python code that comes with the model of critic.model.path.")
 
 
 class CriticConfig(Section):
@@ -196,8 +182,8 @@ class CriticConfig(Section):
 
     acts_in: ClassVar[str] = "update: the critic"
 
-    optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig, description="Optimizer and schedule.")
-    model: CriticModelConfig = Field(default_factory=CriticModelConfig, description="Where the critic starts.")
+    optim: CriticOptimConfig = part(CriticOptimConfig)
+    model: CriticModelConfig = part(CriticModelConfig)
     ppo_mini_batch_size: Prompts | None = Field(None, ge=1)
     """Prompts in one optimizer step of the critic; null: the actor's."""
     ppo_micro_batch_size_per_gpu: Responses | None = Field(None, ge=1)
@@ -212,5 +198,5 @@ class CriticConfig(Section):
     """How far a value may move from its old one before clipping; null: no clipping."""
     huber_delta: Number | None = Field(None, gt=0)
     """Error above which the value loss grows linearly (Huber); null: squared everywhere."""
-    grad_clip: Number = Field(1.0, gt=0, description="Largest gradient norm of one optimizer step.")
-    loss_agg_mode: LossAggMode = Field("token-mean", description="How token losses become one number.")
+    grad_clip: Number = field(1.0, "Largest gradient norm of one optimizer step.", gt=0)
+    loss_agg_mode: LossAggMode = field("token-mean", "How token losses become one number.")

@@ -10,28 +10,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from verl.config.base import (
-    Every,
-    FieldProblem,
-    Number,
-    Passes,
-    Responses,
-    Seconds,
-    Section,
-    Seed,
-    Share,
-    Steps,
-    StringList,
-    Tokens,
-    TopK,
-    Unit,
-    also,
-    in_stage,
-)
+from verl.config.base import FieldProblem, Section, Unit, also, field, in_stage, part
 from verl.config.problems import Problem
-from verl.config.schema_alarms import AlarmsConfig
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
+from verl.config.units import Every, Number, Passes, Responses, Seconds, Seed, Share, Steps, StringList, Tokens, TopK
+
+WORKERS = in_stage("start: the workers")
+VALIDATION = in_stage("validation")
+CHECKPOINTS = in_stage("checkpoints")
+TRACKING = in_stage("tracking")
+FOLDER = in_stage("start: the run folder")
+RESUMING = in_stage("start: the checkpoint to go on from")
+KL_IN_REWARD = in_stage("process: the KL penalty in the reward")
 
 TokenId = Annotated[int, Field(ge=0), Unit("token ids")]
 
@@ -41,20 +32,17 @@ class ValSamplingConfig(Section):
 
     acts_in: ClassVar[str] = "validation: the engine"
 
-    temperature: Number = Field(0.0, ge=0, description="0: greedy; above 0: sampling at that temperature.")
-    top_p: Share = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass; 1: all.")
-    top_k: TopK = Field(-1, description="Keep so many of the likeliest tokens; -1 (or 0, or null): all; 1: greedy.")
-    n: Responses = Field(1, ge=1, description="Responses for each validation prompt.")
-    min_p: Share = Field(0.0, ge=0, le=1)
-    """Keep tokens at least this share as likely as the likeliest; 0: all."""
+    temperature: Number = field(0.0, "0: greedy; above 0: sampling at that temperature.", ge=0)
+    top_p: Share = field(1.0, "Keep the likeliest tokens up to this mass; 1: all.", gt=0, le=1)
+    top_k: TopK = field(-1, "Keep so many of the likeliest tokens; -1 (or 0, or null): all; 1: greedy.")
+    n: Responses = field(1, "Responses for each validation prompt.", ge=1)
+    min_p: Share = field(0.0, "Keep tokens at least this share as likely as the likeliest; 0: all.", ge=0, le=1)
     repetition_penalty: Number = Field(1.0, gt=0)
     """Above 1: tokens that prompt or response have become less likely (CTRL); 1: off."""
-    presence_penalty: Number = Field(0.0, ge=-2, le=2)
-    """Taken from the logits of tokens that the response has; 0: off."""
+    presence_penalty: Number = field(0.0, "Taken from the logits of tokens that the response has; 0: off.", ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
     """Taken from a token's logit as often as the response has it; 0: off."""
-    logit_bias: dict[TokenId, Number] = Field(default_factory=dict)
-    """Added to the logits, by token id, such as {11: -5}."""
+    logit_bias: dict[TokenId, Number] = field({}, "Added to the logits, by token id, such as {11: -5}.")
     min_new_tokens: Tokens = Field(0, ge=0)
     """Responses do not end before so many tokens, by end token, stop id or stop text."""
     do_sample: bool | None = None
@@ -75,10 +63,9 @@ class ResponseLengthConfig(Section):
     """fixed: data.max_response_length; adaptive: a little more than most recent responses needed."""
     quantile: Share = Field(0.95, gt=0, le=1)
     """The cap is the length that this share of recent responses do not exceed, ..."""
-    margin: Number = Field(1.2, ge=1, description="... times this factor.")
-    window: Steps = Field(4, ge=1, description="Training steps whose responses are recent.")
-    min: Tokens | None = Field(None, ge=1)
-    """The cap is never lower; null: an eighth of data.max_response_length."""
+    margin: Number = field(1.2, "... times this factor.", ge=1)
+    window: Steps = field(4, "Training steps whose responses are recent.", ge=1)
+    min: Tokens | None = field(None, "The cap is never lower; null: an eighth of data.max_response_length.", ge=1)
     max_cut_share: Share = Field(0.1, ge=0, le=1)
     """Where a greater share of a step's responses was cut, the cap opens to data.max_response_length."""
 
@@ -90,13 +77,12 @@ class RolloutConfig(Section):
 
     name: Literal["embedded"] = "embedded"
     """Rollout engine; vllm, sglang, hf and trtllm of other scripts are read as embedded."""
-    n: Responses = Field(1, ge=1, description="Responses for each training prompt: the size of a group.")
-    temperature: Number = Field(1.0, ge=0, description="Training temperature; log-probs are of the tempered model.")
+    n: Responses = field(1, "Responses for each training prompt: the size of a group.", ge=1)
+    temperature: Number = field(1.0, "Training temperature; log-probs are of the tempered model.", ge=0)
     top_p: Share = Field(1.0, gt=0, le=1)
     """Must be 1 in training: less changes the distribution behind the trainer's back."""
-    top_k: TopK = Field(-1, description="Must be off (-1, 0 or null) in training, for the same reason.")
-    max_num_seqs: Annotated[int, Unit("sequences")] = Field(64, ge=1)
-    """Most sequences that the engine decodes at once."""
+    top_k: TopK = field(-1, "Must be off (-1, 0 or null) in training, for the same reason.")
+    max_num_seqs: Annotated[int, Unit("sequences")] = field(64, "Most sequences that the engine decodes at once.", ge=1)
     max_num_batched_tokens: Tokens = Field(8192, ge=1)
     """Most tokens that the engine feeds the model at once; longer prompts go in chunks."""
     kv_cache_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
@@ -122,13 +108,11 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = False
     """Keep the keys and values of prompts for later prompts with the same beginning, until the weights change.
     Responses to one prompt share it anyway."""
-    stop: StringList = Field(default_factory=list, description="Texts after which a response ends.")
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
-    """Token ids that end a response, beside the model's own end tokens."""
-    ignore_eos: bool = Field(False, description="Go on after the model's end token, up to max_response_length.")
-    response_length: ResponseLengthConfig = Field(default_factory=ResponseLengthConfig)
-    """How long training responses may become."""
-    val_kwargs: ValSamplingConfig = Field(default_factory=ValSamplingConfig, description="Sampling in validation.")
+    stop: StringList = field([], "Texts after which a response ends.")
+    stop_token_ids: list[TokenId] = field([], "Token ids that end a response, beside the model's own end tokens.")
+    ignore_eos: bool = field(False, "Go on after the model's end token, up to max_response_length.")
+    response_length: ResponseLengthConfig = part(ResponseLengthConfig)
+    val_kwargs: ValSamplingConfig = part(ValSamplingConfig)
 
     @field_validator("stop")
     @classmethod
@@ -146,29 +130,29 @@ class KlControlConfig(Section):
     type: Literal["fixed", "adaptive", "linear", "cosine"] = "fixed"
     """fixed: always kl_coef; adaptive: steered so that the KL stays near target_kl; linear, cosine: from kl_coef to
     kl_coef_end after the last step."""
-    kl_coef: Number = Field(0.001, ge=0, description="The coefficient, or where a moving one starts.")
-    kl_coef_end: Number = Field(0.0, ge=0, description="Where linear and cosine courses end.")
+    kl_coef: Number = field(0.001, "The coefficient, or where a moving one starts.", ge=0)
+    kl_coef_end: Number = field(0.0, "Where linear and cosine courses end.", ge=0)
     target_kl: Annotated[float, Unit("nats")] = Field(0.1, gt=0)
     """KL per response that the adaptive coefficient aims at, in nats."""
-    horizon: Responses = Field(10000, ge=1, description="Responses over which the adaptive coefficient reacts.")
+    horizon: Responses = field(10000, "Responses over which the adaptive coefficient reacts.", ge=1)
 
 
 class CustomEstimatorConfig(Section):
-    """An advantage estimator in the user's own Python file."""
+    """An advantage estimator in the user's own Python file, instead of adv_estimator."""
 
     acts_in: ClassVar[str] = "process: advantages"
 
-    path: str | None = Field(None, description="Python file that holds the estimator; null: use adv_estimator.")
-    name: str = Field("estimator", min_length=1, description="Its function in that file.")
-    critic: bool = Field(False, description="It needs values: train a critic.")
+    path: str | None = field(None, "Python file that holds the estimator; null: use adv_estimator.")
+    name: str = field("estimator", "Its function in that file.", min_length=1)
+    critic: bool = field(False, "It needs values: train a critic.")
 
 
 class FilterGroupsConfig(Section):
-    """Groups whose responses all have the same metric are dropped, and further prompts take their place."""
+    """DAPO's dynamic sampling: groups with the same metric in all responses are dropped, others take their place."""
 
     acts_in: ClassVar[str] = "rollout: which groups are kept"
 
-    enable: bool = Field(False, description="Whether to filter.")
+    enable: bool = field(False, "Whether to filter.")
     metric: str = Field("score", min_length=1)
     """What must differ within a group: score (or seq_reward), or a key of the reward function's dict, such as acc."""
     max_num_gen_batches: Annotated[int, Unit("batches")] = Field(0, ge=0)
@@ -201,31 +185,25 @@ class AlgorithmConfig(Section):
         "maxrl",
     ] = "gae"
     """Advantage estimator; gae: PPO's, with a critic. All: docs/algorithms.md."""
-    custom_estimator: CustomEstimatorConfig = Field(default_factory=CustomEstimatorConfig)
-    """Your own estimator instead of adv_estimator."""
-    gamma: Number = Field(1.0, ge=0, le=1, description="Discount from one token to the next.")
-    lam: Number = Field(1.0, ge=0, le=1, description="GAE's lambda: 1 trusts returns only, 0 the critic only.")
-    whiten_advantages: bool = True
-    """gae: shift and scale the batch's advantages to mean 0 and deviation 1."""
+    custom_estimator: CustomEstimatorConfig = part(CustomEstimatorConfig)
+    gamma: Number = field(1.0, "Discount from one token to the next.", ge=0, le=1)
+    lam: Number = field(1.0, "GAE's lambda: 1 trusts returns only, 0 the critic only.", ge=0, le=1)
+    whiten_advantages: bool = field(True, "gae: shift and scale the batch's advantages to mean 0 and deviation 1.")
     bootstrap_truncated: bool = False
     """gae: a response cut at its limit goes on with the critic's value of its end; false: it counts as finished."""
     mask_truncated: bool = Field(False, **in_stage("update: actor and critic"))
     """Overlong filtering: responses cut at their limit count in their group, and train nothing."""
-    use_kl_in_reward: bool = Field(False, **in_stage("process: the KL penalty in the reward"))
-    """Subtract the KL against the reference from token rewards."""
-    kl_penalty: KlType = Field("kl", **in_stage("process: the KL penalty in the reward"))
-    """Estimator of that KL; names as actor.kl_loss_type."""
-    kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig, description="Its coefficient.")
-    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
-    """Weights for what the engine and the trainer differ in."""
+    use_kl_in_reward: bool = field(False, "Subtract the KL against the reference from token rewards.", **KL_IN_REWARD)
+    kl_penalty: KlType = field("kl", "Estimator of that KL; names as actor.kl_loss_type.", **KL_IN_REWARD)
+    kl_ctrl: KlControlConfig = part(KlControlConfig)
+    rollout_correction: RolloutCorrectionConfig = part(RolloutCorrectionConfig)
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk: divide by the group's deviation; false: Dr.GRPO's advantages."""
     gdpo_reward_keys: StringList = Field(default_factory=list)
     """gdpo: keys of the reward function's dict that are normalised apart; score is the score itself."""
     gdpo_reward_weights: list[Number] | None = None
     """gdpo: weight of each of them, in their order; null: 1 each."""
-    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
-    """DAPO's dynamic sampling: only groups with spread are trained."""
+    filter_groups: FilterGroupsConfig = part(FilterGroupsConfig)
 
     @property
     def estimator(self) -> str:
@@ -248,6 +226,25 @@ class AlgorithmConfig(Section):
         return self.custom_estimator.path is None and self.adv_estimator == estimator
 
 
+class AlarmsConfig(Section):
+    """What to look out for while a run trains. A signal is told once; null turns it off."""
+
+    acts_in: ClassVar[str] = "the training loop, and verl doctor"
+
+    action: Literal["warn", "pause", "stop"] = "warn"
+    """warn: note it in events.log and go on; pause: save a checkpoint and end the run, which goes on with the same
+    command; stop: end it without."""
+    kl: Annotated[float, Unit("nats a token")] | None = Field(1.0, gt=0)
+    """Most KL to the reference, or else to the policy before the update."""
+    entropy: Annotated[float, Unit("nats a token")] | None = field(0.02, "Least entropy of the policy.", gt=0)
+    length: Number | None = Field(4.0, gt=1)
+    """Most factor by which responses may grow or shrink against the first steps."""
+    grad_norm: Number | None = Field(30.0, gt=1)
+    """Most gradient norm of the actor, as a multiple of the median of the steps before."""
+    reward: Share | None = Field(0.5, gt=0, le=1)
+    """Share of the best reward so far, above the lowest score, that may be lost again."""
+
+
 class KeepBestConfig(Section):
     """One checkpoint that is kept beside the newest: the best so far by a metric of its own step."""
 
@@ -256,8 +253,7 @@ class KeepBestConfig(Section):
     metric: str | None = Field(None, min_length=1)
     """Name of the metric, such as val-core/gsm8k/acc/mean@1; of equals the earlier one stays, and a step without it is
     no candidate; null: none is kept."""
-    mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is the best."""
+    mode: Literal["max", "min"] = field("max", "Whether the largest or the smallest value is the best.")
 
 
 class TrainerConfig(Section):
@@ -276,35 +272,26 @@ class TrainerConfig(Section):
     stream_minibatches: bool = False
     """sync: a mini-batch is processed and trained as soon as so many groups are complete, while the others of the batch
     are still being sampled; which groups it is made of then depends on time."""
-    logger: StringList = Field(default_factory=lambda: ["console"], **in_stage("tracking"))
+    logger: StringList = Field(default_factory=lambda: ["console"], **TRACKING)
     """Where metrics go, beside the run's own files: console, tensorboard, wandb, mlflow, swanlab, trackio (the last
     four need their package: pip install 'verl[wandb]'), or a class of your own, my_tracker.py:MyTracker."""
-    project_name: str = Field("verl", min_length=1, **in_stage("tracking"))
+    project_name: str = Field("verl", min_length=1, **TRACKING)
     """Name of the project, in the run's config.yaml and report and at tracking services."""
-    experiment_name: str = Field("run", min_length=1, **in_stage("start: the run folder"))
-    """Name of the run, and of its folder under runs/."""
-    total_epochs: Passes = Field(1, ge=1, description="Passes over the training prompts.")
+    experiment_name: str = field("run", "Name of the run, and of its folder under runs/.", min_length=1, **FOLDER)
+    total_epochs: Passes = field(1, "Passes over the training prompts.", ge=1)
     total_training_steps: Steps | None = Field(None, ge=1)
     """Training steps, whatever total_epochs says; null: total_epochs decides."""
-    nnodes: Annotated[int, Unit("machines")] = Field(1, ge=1, **in_stage("start: the workers"))
-    """Machines that train."""
-    n_gpus_per_node: Annotated[int, Field(ge=0), Unit("GPUs")] | Literal["auto"] = Field(
-        "auto", **in_stage("start: the workers")
-    )
+    nnodes: Annotated[int, Unit("machines")] = field(1, "Machines that train.", ge=1, **WORKERS)
+    n_gpus_per_node: Annotated[int, Field(ge=0), Unit("GPUs")] | Literal["auto"] = Field("auto", **WORKERS)
     """GPUs used on each machine, 0 included; auto: those that it has."""
-    save_freq: Every = Field(-1, **in_stage("checkpoints"))
-    """Training steps between checkpoints; -1: none."""
-    test_freq: Every = Field(-1, **in_stage("validation"))
-    """Training steps between validations; -1: none."""
-    val_before_train: bool = Field(True, **in_stage("validation"))
-    """Validate once before the first step."""
+    save_freq: Every = field(-1, "Training steps between checkpoints; -1: none.", **CHECKPOINTS)
+    test_freq: Every = field(-1, "Training steps between validations; -1: none.", **VALIDATION)
+    val_before_train: bool = field(True, "Validate once before the first step.", **VALIDATION)
     balance_batch: bool = Field(True, **in_stage("update and process: the rows of each rank"))
     """Spread rows over ranks by their tokens; false: in order, the same number on each rank."""
     critic_warmup: Steps = Field(0, ge=0, **in_stage("update: the actor"))
     """First training steps in which only the critic learns."""
-    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also(disable=False)] = Field(
-        "auto", **in_stage("start: the checkpoint to go on from")
-    )
+    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also(disable=False)] = Field("auto", **RESUMING)
     """auto: go on from the run folder's latest checkpoint, if any; disable: start anew; resume_path: from
     resume_from_path."""
     max_restarts: Annotated[int, Unit("restarts")] = Field(1, ge=0, **in_stage("after a worker's death"))
@@ -313,31 +300,27 @@ class TrainerConfig(Section):
     memory_save_freq: Every = Field(-1, **in_stage("after a worker's death"))
     """Training steps between states that are kept in main memory (/dev/shm, up to 24 bytes a parameter) for such a
     restart; 1: no more than one step is done again; -1: none."""
-    resume_from_path: str | None = Field(None, **in_stage("start: the checkpoint to go on from"))
-    """Checkpoint folder for resume_mode=resume_path."""
-    default_local_dir: str | None = Field(None, min_length=1, **in_stage("start: the run folder"))
+    resume_from_path: str | None = field(None, "Checkpoint folder for resume_mode=resume_path.", **RESUMING)
+    default_local_dir: str | None = Field(None, min_length=1, **FOLDER)
     """The run folder itself; null: runs/<experiment_name>."""
-    log_val_generations: Responses = Field(3, ge=0, **in_stage("validation"))
-    """Sampled responses shown at each validation."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], also(cuda="gpu")] = Field(
-        "auto", **in_stage("start: the workers")
-    )
+    log_val_generations: Responses = field(3, "Sampled responses shown at each validation.", ge=0, **VALIDATION)
+    device: Annotated[Literal["auto", "cpu", "cuda"], also(cuda="gpu")] = Field("auto", **WORKERS)
     """Where models compute; auto: GPUs if the machine has any."""
     seed: Seed = Field(1, ge=0, lt=2**63, **in_stage("everything random: data order, sampling, initial values"))
     """Seed of everything random in the run."""
-    keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, **in_stage("checkpoints"))
+    keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, **CHECKPOINTS)
     """Checkpoints kept, newest first; null: all."""
-    async_save: bool = Field(False, **in_stage("checkpoints"))
+    async_save: bool = Field(False, **CHECKPOINTS)
     """Write checkpoints while training goes on, from a copy in main memory (12 bytes a parameter); false: training
     waits."""
     save_on_interrupt: bool = Field(False, **in_stage("after Ctrl-C or SIGTERM"))
     """After Ctrl-C or SIGTERM finish the step and save a checkpoint of it, then stop (a second one: stop at once);
     false: stop at once, and go on from the last checkpoint."""
-    keep_best: KeepBestConfig = Field(default_factory=KeepBestConfig, description="The best checkpoint, kept as well.")
+    keep_best: KeepBestConfig = part(KeepBestConfig)
     dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = -1
     """Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or every so many; -1:
     none."""
-    alarms: AlarmsConfig = Field(default_factory=AlarmsConfig, description="What to look out for while training.")
+    alarms: AlarmsConfig = part(AlarmsConfig)
 
     @property
     def folder(self) -> Path:
@@ -347,18 +330,12 @@ class TrainerConfig(Section):
     def problems(self) -> Iterator[Problem]:
         """Values that do not fit together."""
         if self.resume_mode == "resume_path" and not self.resume_from_path:
-            yield Problem(
-                "trainer.resume_mode=resume_path needs trainer.resume_from_path",
-                self.resume_from_path,
-                "set trainer.resume_from_path to a checkpoint folder, or trainer.resume_mode=auto",
-            )
+            fix = "set trainer.resume_from_path to a checkpoint folder, or trainer.resume_mode=auto"
+            yield Problem("trainer.resume_mode=resume_path needs trainer.resume_from_path", self.resume_from_path, fix)
         name = self.experiment_name
         if self.default_local_dir is None and (name in (".", "..") or any(c in "/\\\0" for c in name)):
-            yield Problem(
-                "trainer.experiment_name names the run's folder under runs/, so it must be a plain folder name",
-                name,
-                "leave out slashes, or set trainer.default_local_dir to the folder you want",
-            )
+            what = "trainer.experiment_name names the run's folder under runs/, so it must be a plain folder name"
+            yield Problem(what, name, "leave out slashes, or set trainer.default_local_dir to the folder you want")
 
     def checkpoint_notices(self, validates: bool) -> Iterator[str]:
         """What ``keep_best`` cannot do. ``validates``: there are held-out data."""

@@ -8,11 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from verl.config.base import FreeDict, Number, Section, Share, StringList, Tokens, Unit, in_stage
+from verl.config.base import Section, Unit, field, in_stage, part
 from verl.config.problems import Problem, raise_problems
 from verl.config.schema_data import ModelConfig, check_some_files
 from verl.config.schema_roles import OptimConfig
 from verl.config.schema_run import TrainerConfig
+from verl.config.units import FreeDict, Number, Share, StringList, Tokens
+
+LOADER = in_stage("the loader of examples")
 
 Examples = Annotated[int, Unit("examples")]
 _READING = "start: reading the data files"
@@ -25,10 +28,8 @@ class SupervisedDataConfig(Section):
 
     train_files: StringList
     """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list."""
-    val_files: StringList = Field(default_factory=list)
-    """Held-out files, as train_files; empty: no validation takes place."""
-    train_batch_size: Examples = Field(256, ge=1, **in_stage("the loader of examples"))
-    """Examples in one optimizer step."""
+    val_files: StringList = field([], "Held-out files, as train_files; empty: no validation takes place.")
+    train_batch_size: Examples = field(256, "Examples in one optimizer step.", ge=1, **LOADER)
     max_length: Tokens = Field(1024, ge=1)
     """Longest example in tokens, prompt and response together; longer ones: truncation."""
     truncation: Literal["error", "left", "right", "drop"] = "error"
@@ -36,14 +37,11 @@ class SupervisedDataConfig(Section):
     (drop)."""
     max_token_len_per_gpu: Tokens = Field(16384, ge=1, **in_stage("update: packing"))
     """Most tokens of one micro-batch; decides memory and speed, never the result."""
-    shuffle: bool = Field(True, **in_stage("the loader of examples"))
-    """Draw examples in a seeded random order, new in every epoch."""
+    shuffle: bool = field(True, "Draw examples in a seeded random order, new in every epoch.", **LOADER)
     trust_remote_code: bool = Field(False, **in_stage("start: loading the tokenizer"))
     """Run Python code that comes with the tokenizer."""
-    chat_template_kwargs: FreeDict = Field(default_factory=dict)
-    """Passed on to the tokenizer's chat template."""
-    max_samples: Examples | None = Field(None, ge=1)
-    """Use only so many training rows, the first ones; null: all."""
+    chat_template_kwargs: FreeDict = field({}, "Passed on to the tokenizer's chat template.")
+    max_samples: Examples | None = field(None, "Use only so many training rows, the first ones; null: all.", ge=1)
     max_skipped_fraction: Share = Field(0.01, ge=0, le=1)
     """Share of the rows that may be left out as unusable (listed in skipped.jsonl) before the run stops."""
 
@@ -67,9 +65,8 @@ class SftDataConfig(SupervisedDataConfig):
 class PairDataConfig(SupervisedDataConfig):
     """Preference pairs: the better and the worse answer to one prompt."""
 
-    chosen_key: str = Field("chosen", min_length=1)
-    """Column with the better answer: text, or a list of messages."""
-    rejected_key: str = Field("rejected", min_length=1, description="Column with the worse answer, as chosen_key.")
+    chosen_key: str = field("chosen", "Column with the better answer: text, or a list of messages.", min_length=1)
+    rejected_key: str = field("rejected", "Column with the worse answer, as chosen_key.", min_length=1)
     prompt_key: str | None = None
     """Column with the prompt (text or messages) that both answer. null: prompt or question, where the files have it;
     else chosen and rejected are whole conversations."""
@@ -80,8 +77,8 @@ class PairDataConfig(SupervisedDataConfig):
 class SupervisedOptimConfig(OptimConfig):
     """AdamW, its learning-rate schedule (in optimizer steps) and gradient clipping."""
 
-    lr: Number = Field(1e-5, ge=0, description="Peak learning rate.")
-    grad_clip: Number = Field(1.0, gt=0, description="Largest gradient norm of one optimizer step.")
+    lr: Number = field(1e-5, "Peak learning rate.", ge=0)
+    grad_clip: Number = field(1.0, "Largest gradient norm of one optimizer step.", gt=0)
 
 
 class LocalProcessConfig(Section):
@@ -89,7 +86,7 @@ class LocalProcessConfig(Section):
 
     acts_in: ClassVar[str] = "start: the process"
 
-    threads: Annotated[int, Unit("threads")] | None = Field(None, ge=1, description="CPU threads; null: all cores.")
+    threads: Annotated[int, Unit("threads")] | None = field(None, "CPU threads; null: all cores.", ge=1)
 
 
 class SupervisedConfig(Section):
@@ -97,11 +94,11 @@ class SupervisedConfig(Section):
 
     acts_in: ClassVar[str] = "everywhere"
 
-    data: SupervisedDataConfig = Field(description="Examples.")
-    model: ModelConfig = Field(description="The trained model.")
-    optim: SupervisedOptimConfig = Field(default_factory=SupervisedOptimConfig, description="Optimizer and schedule.")
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
-    cluster: LocalProcessConfig = Field(default_factory=LocalProcessConfig, description="The process.")
+    data: SupervisedDataConfig
+    model: ModelConfig
+    optim: SupervisedOptimConfig = part(SupervisedOptimConfig)
+    trainer: TrainerConfig = part(TrainerConfig)
+    cluster: LocalProcessConfig = part(LocalProcessConfig)
 
     @model_validator(mode="after")
     def _rules_between_fields(self) -> Self:
@@ -111,11 +108,9 @@ class SupervisedConfig(Section):
     def _problems(self) -> Iterator[Problem]:
         data = self.data
         if data.max_token_len_per_gpu < data.max_length:
-            yield Problem(
-                "data.max_token_len_per_gpu is smaller than the longest example, data.max_length; both count tokens",
-                f"{data.max_token_len_per_gpu} tokens < {data.max_length} tokens",
-                f"set data.max_token_len_per_gpu to at least {data.max_length}",
-            )
+            what = "data.max_token_len_per_gpu is smaller than the longest example, data.max_length; both count tokens"
+            fix = f"set data.max_token_len_per_gpu to at least {data.max_length}"
+            yield Problem(what, f"{data.max_token_len_per_gpu} tokens < {data.max_length} tokens", fix)
         yield from self.trainer.problems()
         trainer = self.trainer
         usual = TrainerConfig()
@@ -123,11 +118,9 @@ class SupervisedConfig(Section):
             if getattr(trainer, name) != getattr(usual, name):
                 yield Problem(f"trainer.{name} has no meaning here", getattr(trainer, name), "remove it")
         if trainer.nnodes > 1 or trainer.n_gpus_per_node not in ("auto", 0, 1):
-            yield Problem(
-                "supervised training runs in one process",
-                f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}",
-                "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or 0)",
-            )
+            value = f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+            fix = "set trainer.nnodes=1 and trainer.n_gpus_per_node=1 (or 0)"
+            yield Problem("supervised training runs in one process", value, fix)
 
     @property
     def run_dir(self) -> Path:
@@ -150,13 +143,13 @@ class SupervisedConfig(Section):
 class SftConfig(SupervisedConfig):
     """A language model learns to give the responses of a dataset."""
 
-    data: SftDataConfig = Field(description="What is imitated.")
+    data: SftDataConfig
 
 
 class RewardModelTrainingConfig(SupervisedConfig):
     """A sequence-classification model learns which of two answers is the better one."""
 
-    data: PairDataConfig = Field(description="What is compared.")
+    data: PairDataConfig
 
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from verl.config.aliases import (
     GLOBAL_MICRO_BATCH,
     MISNOMERS,
@@ -16,11 +18,13 @@ from verl.config.aliases import (
     canonical,
 )
 from verl.config.foreign import exact_names, folded, foreign_sections, is_harmless, no_meaning, not_yet
+from verl.config.interpolate import nested
 from verl.config.keys import free_dict_of, free_dicts, leaves, sections
 from verl.config.names import nearest
 from verl.config.overrides import OPEN, Setting
 from verl.config.problems import Problem, as_written, raise_problems
-from verl.config.schema_cluster import pool_setting
+from verl.config.schema import Config
+from verl.errors import ConfigError
 
 
 def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
@@ -80,11 +84,8 @@ def _without_meaning(ignored: Mapping[str, list[str]]) -> list[str]:
 
 def _section_problem(setting: Setting) -> Problem:
     example = next((key for key in leaves() if key.startswith(setting.key + ".")), f"{setting.key}.key")
-    return Problem(
-        f"{setting.spelled} is a section of keys and takes no value itself ({setting.place})",
-        setting.value,
-        f"set the keys in it, for example {example}",
-    )
+    what = f"{setting.spelled} is a section of keys and takes no value itself ({setting.place})"
+    return Problem(what, setting.value, f"set the keys in it, for example {example}")
 
 
 def _unknown(setting: Setting) -> Problem:
@@ -130,39 +131,41 @@ def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[
         ConfigError: a global micro-batch size does not divide over the ranks, or their number is not known.
     """
     values = dict(values)
-    notices = [*_engine(values), *_strategy(values), *_loggers(values)]
+    notices = [*_renamed(values), *_loggers(values)]
     problems = []
     for old, new in GLOBAL_MICRO_BATCH.items():
         size = values.pop(old, None)
         if size is None:
             continue
         spelled, ranks = settings[old].spelled, _ranks(values, _ROLES[new.partition(".")[0]])
-        complaint = _global_micro_problem(spelled, new, size, ranks, values)
-        if complaint is not None:
-            problems.append(complaint)
-        else:
-            assert ranks is not None
-            values[new] = int(size) // ranks
-            notices.append(
-                f"{spelled}={size} counts the responses of all {ranks} rank(s) together: "
-                f"read as {new}={values[new]} responses on each; set that key instead"
-            )
+        complaint = _global_micro_problem(spelled, new, size, ranks, values.get(new))
+        if complaint is not None or ranks is None:
+            problems += [complaint] if complaint else []
+            continue
+        values[new] = int(size) // ranks
+        notices.append(
+            f"{spelled}={size} counts the responses of all {ranks} rank(s) together: "
+            f"read as {new}={values[new]} responses on each; set that key instead"
+        )
     raise_problems(problems)
     return values, notices
 
 
-def _engine(values: dict[str, Any]) -> Iterator[str]:
-    engine = values.get("rollout.name")
-    if isinstance(engine, str) and engine.lower() in OTHER_ENGINES:
-        values["rollout.name"] = "embedded"
-        yield f"rollout.name={engine}: the embedded engine takes its place; it is the only one so far"
-
-
-def _strategy(values: dict[str, Any]) -> Iterator[str]:
-    strategy = values.get("actor.strategy")
-    if isinstance(strategy, str) and strategy.lower() in OTHER_STRATEGIES:
-        values["actor.strategy"] = "fsdp2"
-        yield f"actor.strategy={strategy}: fsdp2 takes its place, which shards weights over the ranks as well"
+def _renamed(values: dict[str, Any]) -> Iterator[str]:
+    """Engines and strategies of other systems."""
+    for key, others, own, why in (
+        ("rollout.name", OTHER_ENGINES, "embedded", "the embedded engine takes its place; it is the only one so far"),
+        (
+            "actor.strategy",
+            OTHER_STRATEGIES,
+            "fsdp2",
+            "fsdp2 takes its place, which shards weights over the ranks too",
+        ),
+    ):
+        given = values.get(key)
+        if isinstance(given, str) and given.lower() in others:
+            values[key] = own
+            yield f"{key}={given}: {why}"
 
 
 def _loggers(values: dict[str, Any]) -> Iterator[str]:
@@ -176,49 +179,35 @@ def _loggers(values: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _global_micro_problem(
-    spelled: str, new: str, size: Any, ranks: int | None, values: Mapping[str, Any]
-) -> Problem | None:
-    if new in values:
-        return Problem(
-            f"{spelled} (responses, all ranks) and {new} (responses on one rank) are both given",
-            f"{size} and {values[new]}",
-            f"keep {new}",
-        )
-    whole = _whole_number(size)
+def _global_micro_problem(spelled: str, new: str, size: Any, ranks: int | None, own: Any) -> Problem | None:
+    fix, whole = f"set {new} (responses on one rank)", _whole_number(size)
+    counts = f"{spelled} counts the responses of all ranks together, and"
+    if own is not None:
+        what = f"{spelled} (responses, all ranks) and {new} (responses on one rank) are both given"
+        return Problem(what, f"{size} and {own}", f"keep {new}")
     if whole is None or whole < 1:
-        return Problem(f"{spelled} must be a whole number of at least 1 (responses, all ranks together)", size,
-                       f"set {new} (responses on one rank)")  # fmt: skip
+        what = f"{spelled} must be a whole number of at least 1 (responses, all ranks together)"
+        return Problem(what, size, fix)
     if ranks is None:
-        return Problem(
-            f"{spelled} counts the responses of all ranks together, and the number of ranks is not known here",
-            size,
-            f"set {new} (responses on one rank), or trainer.n_gpus_per_node",
-        )
+        what = f"{counts} the number of ranks is not known here"
+        return Problem(what, size, f"{fix}, or trainer.n_gpus_per_node")
     if whole % ranks:
-        return Problem(
-            f"{spelled} counts the responses of all ranks together and does not divide over the ranks",
-            f"{whole} responses / {ranks} ranks",
-            f"set {new} (responses on one rank), or a multiple of {ranks}",
-        )
+        what, value = f"{counts} does not divide over the ranks", f"{whole} responses / {ranks} ranks"
+        return Problem(what, value, f"{fix}, or a multiple of {ranks}")
     return None
 
 
 _ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}
+_ABOUT_RANKS = ("cluster.", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "actor.world_size")
 
 
 def _ranks(values: Mapping[str, Any], role: str) -> int | None:
-    """As :func:`verl.config.batches.ranks`, before the values are checked; None for nonsense, reported later."""
-    own = pool_setting(values, role)
-    if own is not None:
-        return _whole_number(own) or None
-    if values.get("actor.world_size") is not None:
-        return _whole_number(values["actor.world_size"]) or None
-    nodes = _whole_number(values.get("trainer.nnodes", 1))
-    if values.get("trainer.device") == "cpu":
-        return nodes or None
-    gpus = _whole_number(values.get("trainer.n_gpus_per_node"))
-    return nodes * max(1, gpus) if nodes and nodes > 0 and gpus is not None else None
+    """Ranks of a role by the keys that say something about them; None for nonsense, which is reported later."""
+    said = {key: value for key, value in values.items() if key.startswith(_ABOUT_RANKS) and key != "cluster.backend"}
+    try:
+        return Config.model_validate(nested(said | {"data.train_files": ["-"], "model.path": "-"})).ranks_of(role)
+    except (ValidationError, ConfigError):
+        return None
 
 
 def _whole_number(value: Any) -> int | None:

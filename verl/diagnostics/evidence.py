@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl.config.schema_alarms import AlarmsConfig
+from verl.config.schema_run import AlarmsConfig
 from verl.run_dir import EventRecord
 from verl.tracking import names
 from verl.tracking.samples import SampleRow

@@ -11,7 +11,7 @@ a segment, b bytes of a number in compute.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from verl.config import Config
 
 GIB = 2**30
+SPARE = 0.1  # share of the memory that a run should leave: the prediction is no promise
 BLOCK, CHUNK = 128, 1024  # keys of a block of the pool; tokens whose logits are made together
 SLICED, NARROWEST = 2**23, 1024  # numbers of the logits' gradient that exist at once; tokens of the vocabulary at least
 # Of a process that has loaded the libraries and a model of no size, and sampled from it: measured, not derived
@@ -32,6 +33,26 @@ LIBRARIES = {"cpu": int(0.48 * GIB), "cuda": int(0.6 * GIB)}
 # measured bytes of one, and how many a step adds beyond those that the row rule tries.
 KERNEL, KERNELS_A_STEP, MOST_KERNELS = int(0.55 * 2**20), 40, 1024
 CACHED = 0.5  # most of the free memory that keys and values take where nobody says how much
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may use: bytes of a GPU, or of main memory where there is none; cores; GPUs."""
+
+    memory: int
+    cores: int
+    gpus: int
+
+
+def this_machine() -> Machine:
+    """Memory that is free now (within the limit of a container), cores, and GPUs."""
+    import torch
+
+    from verl.cluster.threads import available_cores
+    from verl.models.memory import free_memory
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(torch.cuda.mem_get_info()[1] if gpus else free_memory(), available_cores(), gpus)
 
 
 @dataclass(frozen=True)
@@ -295,6 +316,43 @@ def needed(found: list[Process]) -> int:
     if any(process.device == "cuda" for process in found):
         return max(process.peak for process in found if process.device == "cuda")
     return sum(process.count * process.peak for process in found)
+
+
+def planned(
+    config: Config, machine: Machine, model: ModelFacts, critic: ModelFacts | None, lengths: Lengths
+) -> tuple[Plan, list[Process]]:
+    """The processes of a run on a machine, and the memory of those that hold a model."""
+    from verl.cluster.placement import make_plan
+
+    plan = make_plan(config, machine.cores, machine.gpus)
+    count = 1 if machine.gpus else sum(p.count for p in (*plan.groups, *plan.rollout) if p.device == "cpu")
+    return plan, processes(config, plan, model, critic, lengths, machine.memory // max(count, 1))
+
+
+def to_fit(
+    build: Callable[[list[str]], Config],
+    machine: Machine,
+    model: ModelFacts,
+    critic: ModelFacts | None,
+    lengths: Lengths,
+) -> tuple[list[str], bool]:
+    """The settings with which a run fits a machine: none, or those that cost least; else the smallest, and False.
+
+    Args:
+        build: gives the configuration with further settings.
+    """
+
+    def fits(config: Config) -> bool:
+        return needed(planned(config, machine, model, critic, lengths)[1]) <= (1 - SPARE) * machine.memory
+
+    config = build([])
+    if fits(config):
+        return [], True
+    settings: list[str] = []
+    for settings in smaller(config, planned(config, machine, model, critic, lengths)[0].groups[0].count):
+        if fits(build(settings)):
+            return settings, True
+    return settings, False
 
 
 def smaller(config: Config, ranks: int) -> Iterator[list[str]]:

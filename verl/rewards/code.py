@@ -8,7 +8,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from verl.config.schema_sandbox import SandboxConfig
+from verl.config.schema_reward import SandboxConfig
 from verl.rewards.code_tests import Test, read_tests
 from verl.rewards.sandbox import Sandbox, SandboxError
 

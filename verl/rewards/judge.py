@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from verl.config.schema_data import JudgeConfig
+from verl.config.schema_reward import JudgeConfig
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns
 from verl.rewards.functions import ROW_COLUMNS, Pending, Reward

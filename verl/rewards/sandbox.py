@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from verl.config.schema_sandbox import SandboxConfig
+from verl.config.schema_reward import SandboxConfig
 from verl.errors import RewardError
 from verl.rewards.sandbox_isolation import FIRST_UID, UIDS, framed, unframed
 

@@ -17,7 +17,7 @@ import torch
 
 from verl.config import RewardConfig, SandboxConfig
 from verl.config.names import matches
-from verl.config.schema_data import RewardFunctionConfig
+from verl.config.schema_reward import RewardFunctionConfig
 from verl.data.rows import PromptRow
 from verl.errors import RewardError
 from verl.protocol import DataProto, check_columns

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.config import Config
-from verl.config.schema_data import RewardModelConfig
+from verl.config.schema_reward import RewardModelConfig
 from verl.data.conversations import Renderer, UnusableError
 from verl.data.packing import plan_micro_batches
 from verl.data.rendering import cut
