@@ -235,7 +235,7 @@ def choose_settings(
         "model.path": (arguments.model, f"{model.parameters / 1e6:,.1f} M parameters, {_positions(model)}"),
         "model.dtype": ("bfloat16", "of the computation; weights are kept in float32"),
         "actor.ppo_mini_batch_size": (prompts, "prompts an optimizer step: one step a batch"),
-        "actor.ppo_max_token_len_per_gpu": (tokens, "tokens of a micro-batch: memory and speed only"),
+        "actor.ppo_max_token_len_per_gpu": (tokens, "tokens of a micro-batch; verl plan tells what memory it takes"),
         "actor.optim.lr": (1e-5 if model.parameters < SMALL else 1e-6, "usual for this size"),
         "rollout.n": (n, "responses a prompt"),
         "rollout.max_num_seqs": (min(prompts * n, MOST_SEQUENCES[device]), "responses decoded at once"),
