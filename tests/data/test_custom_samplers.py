@@ -6,15 +6,15 @@ import json
 from itertools import chain
 
 import pytest
+from in_memory import dataset_in_memory
 
 from verl.config import DataConfig
-from verl.data.dataset import PromptDataset
 from verl.data.loader import PromptLoader
 from verl.data.rows import PromptRow
 from verl.data.samplers import Sampler, make_sampler
 from verl.errors import DataError
 
-TEN = PromptDataset.of([PromptRow(f"p{i}", "s", str(i), {}, i) for i in range(10)], [[i] for i in range(10)])
+TEN = dataset_in_memory([PromptRow(f"p{i}", "s", str(i), {}, i) for i in range(10)], [[i] for i in range(10)])
 
 
 def rows_of(loader: PromptLoader, batches: int) -> list[list[int]]:

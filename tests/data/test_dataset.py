@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_memory import dataset_in_memory
 
 from verl.config import DataConfig
 from verl.data import dataset as dataset_module
@@ -152,7 +153,6 @@ def test_the_hash_is_of_the_content_alone(write, row_of, load, monkeypatch):
     assert load(first, second).content_hash == base != load(second, first).content_hash
     monkeypatch.setattr(dataset_module, "IDS_IN_MEMORY", 0)
     monkeypatch.setattr("verl.data.workers.CHUNK", 7)
-    monkeypatch.setattr(dataset_module, "CHUNK", 7)
     again = load(a)
     assert again.content_hash == base and [list(ids) for ids in again.prompt_ids] == [[10 + i] for i in range(40)]
     assert [row.row_index for row in again.rows] == list(range(40))
@@ -162,7 +162,7 @@ def test_the_hash_is_of_the_content_alone(write, row_of, load, monkeypatch):
 
 def test_a_dataset_in_memory_has_the_same_hash(write, row_of, load):
     dataset = load(write("a.jsonl", [row_of("w0"), row_of("w1 w2")]))
-    assert PromptDataset.of(list(dataset.rows), list(dataset.prompt_ids)).content_hash == dataset.content_hash
+    assert dataset_in_memory(list(dataset.rows), list(dataset.prompt_ids)).content_hash == dataset.content_hash
 
 
 def test_exemplars_show_every_source_and_column_once(write, row_of, load):

@@ -8,6 +8,7 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_memory import dataset_in_memory
 
 from verl.data.dataset import PromptDataset
 from verl.data.loader import PromptLoader, iterate_once
@@ -18,7 +19,7 @@ from verl.errors import DataError
 
 def dataset_of(size: int, salt: str = "") -> PromptDataset:
     rows = [PromptRow(f"p{salt}{i}", "src", str(i), {"index": i}, i) for i in range(size)]
-    return PromptDataset.of(rows, [[i, i + 1] for i in range(size)])
+    return dataset_in_memory(rows, [[i, i + 1] for i in range(size)])
 
 
 def loader_of(
@@ -122,7 +123,7 @@ def test_draws_number_the_stream_and_uids_never_repeat():
 
 def test_the_same_prompt_twice_in_a_batch_is_two_groups():
     rows = [PromptRow("same", "s", "1", {"index": 0, "uid": "x"}, i, {"uid": "x"}) for i in range(2)]
-    batch = loader_of(PromptDataset.of(rows, [[1], [1]]), 2).next_batch()
+    batch = loader_of(dataset_in_memory(rows, [[1], [1]]), 2).next_batch()
     assert len(set(batch.non_tensor_batch["uid"])) == 2
 
 
@@ -206,10 +207,10 @@ def test_a_damaged_state_is_refused(change):
 
 def test_the_hash_sees_prompt_truth_and_ids():
     rows = [PromptRow("p\ud835", "s", "1", {}, 0)]
-    base = PromptDataset.of(rows, [[1]]).content_hash
-    assert base != PromptDataset.of(rows, [[2]]).content_hash
-    assert base != PromptDataset.of([PromptRow("p\ud835", "s", "2", {}, 0)], [[1]]).content_hash
-    assert base == PromptDataset.of(list(rows), [[1]]).content_hash
+    base = dataset_in_memory(rows, [[1]]).content_hash
+    assert base != dataset_in_memory(rows, [[2]]).content_hash
+    assert base != dataset_in_memory([PromptRow("p\ud835", "s", "2", {}, 0)], [[1]]).content_hash
+    assert base == dataset_in_memory(list(rows), [[1]]).content_hash
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(2, [2, 2, 1]), (4, [4, 1]), (None, [5]), (9, [5])])

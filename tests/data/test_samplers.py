@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_memory import dataset_in_memory
 
 from verl.checkpoint.store import CheckpointStore
 from verl.config import DataConfig
@@ -28,7 +29,7 @@ from verl.protocol import DataProto
 
 def dataset_of(*sources: str, entries: list[int] | None = None, weights: list[float] | None = None) -> PromptDataset:
     rows = [PromptRow(f"p{i}", source, str(i), {}, i) for i, source in enumerate(sources)]
-    made = PromptDataset.of(rows, [[i] for i in range(len(rows))])
+    made = dataset_in_memory(rows, [[i] for i in range(len(rows))])
     changes = {"entries": np.array(entries, np.int32)} if entries else {}
     changes |= {"weights": np.array(weights)} if weights else {}
     return PromptDataset(**{**vars(made), **changes})

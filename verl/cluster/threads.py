@@ -6,6 +6,7 @@ import ctypes
 import os
 
 from verl.config import Config, SupervisedConfig
+from verl.models.memory import available_cores
 
 # How threads wait for work; the count, of looks before they sleep, is GNU's alone.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
@@ -15,11 +16,6 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 # can take.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 MALLOPT = {-4: 0, -1: -1, -8: 1}
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_threads(config: Config | SupervisedConfig) -> int:

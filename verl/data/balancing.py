@@ -77,7 +77,9 @@ def share_rows(
         return sum(lengths[row] + (0 if shared else prompt_lengths[row]) for row in chosen) + sum(prompts)
 
     if not balance:
-        return _in_order(whole if equal_groups or (shared and len(whole) >= ranks) else single, ranks)
+        units = whole if equal_groups or (shared and len(whole) >= ranks) else single
+        bounds = [len(units) * rank // ranks for rank in range(ranks + 1)]
+        return [[row for unit in units[start:end] for row in unit] for start, end in pairwise(bounds)]
     if equal_rows:
         return _spread(whole if shared and equal_groups else single, cost, ranks, True)
     if not shared:
@@ -104,11 +106,8 @@ def plan_ranks(
     lockstep: bool = False,
 ) -> list[Plan]:
     """The micro-batches of every rank; arguments and errors as :func:`verl.data.packing.plan_micro_batches`.
-
-    Args:
-        lockstep: every rank makes as many micro-batches as the one that needs the most: its own rows in smaller
-            portions, then empty ones.
-    """
+    ``lockstep``: every rank makes as many micro-batches as the one that needs the most: its own rows in smaller
+    portions, then empty ones."""
     every = list(range(len(lengths)))
     shares = [every]
     if ranks > 1:
@@ -143,8 +142,3 @@ def _spread(
 ) -> list[list[int]]:
     bins = karmarkar_karp([cost(unit) for unit in units], ranks, equal_sizes)
     return [sorted(row for unit in bin_ for row in units[unit]) for bin_ in bins]
-
-
-def _in_order(units: list[list[int]], ranks: int) -> list[list[int]]:
-    bounds = [len(units) * rank // ranks for rank in range(ranks + 1)]
-    return [[row for unit in units[start:end] for row in unit] for start, end in pairwise(bounds)]

@@ -31,11 +31,7 @@ ABANDONED_AFTER = 24 * 3600.0  # seconds since a half-written file was last writ
 
 
 def data_cache() -> Path:
-    """The cache folder, made if it is not there.
-
-    Raises:
-        DataError: it cannot be made.
-    """
+    """The cache folder, made if it is not there. Raises DataError: it cannot be made."""
     folder = cache_root() / "data"
     try:
         folder.mkdir(parents=True, exist_ok=True)

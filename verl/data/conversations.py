@@ -68,7 +68,8 @@ class Renderer:
                     f"the chat template renders what comes before message {turn} differently with and without it, so "
                     "that the model would never see this prompt"
                 )
-            end = self._end(after, len(before))
+            # Up to the last end token; all of it where there is none.
+            end = next((i for i in range(len(after), len(before), -1) if after[i - 1] in self._ends), len(after))
             written += [False] * (len(before) - len(ids)) + [True] * (end - len(before))
             ids = after[:end]
         if ids[-1] not in self._ends:
@@ -100,10 +101,6 @@ class Renderer:
             raise UnusableError(str(error)) from error
         ids: list[int] = self._tokenizer.encode(clean_text(text), add_special_tokens=False)
         return one_bos(ids, self._prefix, self._tokenizer.bos_token_id)
-
-    def _end(self, ids: list[int], start: int) -> int:
-        """Behind the last end token from ``start`` on; all of them where there is none."""
-        return next((i + 1 for i in range(len(ids) - 1, start - 1, -1) if ids[i] in self._ends), len(ids))
 
 
 def _messages(text: Text, role: str) -> Messages:

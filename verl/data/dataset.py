@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.config import DataConfig
 from verl.data.cache import data_cache
-from verl.data.prepare import CHUNK, Prepared, digest, kinds_of
+from verl.data.prepare import Prepared
 from verl.data.rows import SHOWN_ROWS, BadRow, PromptRow, too_many_bad
 from verl.data.sources import RowSource, open_source
 from verl.data.workers import prepare_all
@@ -54,23 +54,6 @@ class PromptDataset:
     content_hash: str = ""
 
     @classmethod
-    def of(cls, rows: Sequence[PromptRow], prompt_ids: Sequence[Sequence[int]]) -> PromptDataset:
-        """Of rows that are in memory already."""
-        hashed = hashlib.sha256()
-        for row, ids in zip(rows, prompt_ids, strict=True):
-            hashed.update(digest(row, ids).to_bytes(8, "little"))
-        by_number = {row.row_index: row for row in rows}
-        return cls(
-            rows,
-            prompt_ids,
-            numbers=np.array([row.row_index for row in rows], np.int64),
-            entries=np.zeros(len(rows), np.int32),
-            sources=[row.data_source for row in rows],
-            exemplars=[by_number[i] for i in sorted(set(kinds_of(rows).values()))],
-            content_hash=hashed.hexdigest(),
-        )
-
-    @classmethod
     def load(
         cls,
         files: str | Sequence[str],
@@ -103,17 +86,18 @@ class PromptDataset:
             if parts.full:
                 break
         parts.check(config, key)
-        numbers = np.concatenate(parts.rows)
+        rows, over = np.concatenate(parts.rows), len(np.concatenate(parts.over))
+        numbers = rows["number"].copy()
         return cls(
             LazyRows(source, numbers),
-            parts.ids.finish(np.concatenate(parts.lengths)),
-            dropped=parts.over if config.filter_overlong_prompts else 0,
-            truncated=0 if config.filter_overlong_prompts else parts.over,
+            parts.ids.finish(rows["length"]),
+            dropped=over if config.filter_overlong_prompts else 0,
+            truncated=0 if config.filter_overlong_prompts else over,
             skipped=parts.bad,
             numbers=numbers,
             entries=np.searchsorted(source.entry_starts, numbers, side="right").astype(np.int32) - 1,
-            sources=Names(list(parts.names), np.concatenate(parts.sources)),
-            weights=np.concatenate(parts.weights),
+            sources=np.array(list(parts.names), object)[rows["source"]],  # type: ignore[arg-type]
+            weights=rows["weight"].copy() if config.sampler.weight_column else np.zeros(0),
             exemplars=[row for i in sorted(set(parts.kinds.values())) for row in _good(source.read(i, i + 1))],
             content_hash=parts.digest.hexdigest(),
         )
@@ -122,11 +106,8 @@ class PromptDataset:
         return len(self.rows)
 
     def batch(self, places: Sequence[int], split: str, draws: Sequence[int]) -> DataProto:
-        """The rows at ``places`` as a prompt batch (no tensors; columns uid, prompt_ids, raw_prompt, ...).
-
-        Args:
-            split, draws: what is in each row's uid beside its source and number.
-        """
+        """The rows at ``places`` as a prompt batch (no tensors; columns uid, prompt_ids, raw_prompt, ...). ``split,
+        draws``: what is in each row's uid beside its source and number."""
         rows = [self.rows[i] for i in places]
         named = zip(rows, draws, strict=True)
         columns: dict[str, list[Any]] = {
@@ -151,13 +132,10 @@ class _Parts:
         self.source = source
         self.wanted = max_samples if max_samples > 0 else len(source)
         self.rows: list[np.ndarray] = []
-        self.lengths: list[np.ndarray] = []
-        self.weights: list[np.ndarray] = []
-        self.sources: list[np.ndarray] = []
+        self.over: list[np.ndarray] = []
         self.names: dict[str, int] = {}
         self.bad: list[BadRow] = []
         self.kinds: dict[str, int] = {}
-        self.over, self.shown_over, self.shortest_over = 0, list[tuple[int, int]](), 0
         self.ids = TokenStore()
         self.digest = hashlib.sha256()
         self.count = 0
@@ -169,41 +147,36 @@ class _Parts:
     def add(self, part: Prepared) -> None:
         part = part.first(self.wanted - self.count)
         self.count += len(part.rows)
-        self.rows.append(part.rows)
-        self.lengths.append(part.lengths)
-        self.weights.append(part.weights)
+        rows = part.rows.copy()
         places = np.array([self.names.setdefault(name, len(self.names)) for name in part.names], np.int32)
-        self.sources.append(places[part.sources])
+        rows["source"] = places[rows["source"]]
+        self.rows.append(rows)
+        self.over.append(part.over)
         self.bad += part.bad
         self.kinds = part.kinds | self.kinds
         self.ids.add(part.ids)
-        self.digest.update(part.digests.tobytes())
-        for number, length in zip(part.over.tolist(), part.over_lengths.tolist(), strict=True):
-            self.over += 1
-            self.shortest_over = min(self.shortest_over or length, length)
-            if len(self.shown_over) < SHOWN_ROWS:
-                self.shown_over.append((number, length))
+        self.digest.update(rows["digest"].tobytes())
 
     def check(self, config: DataConfig, key: str) -> None:
         """Refuse what cannot be trained on; see :meth:`PromptDataset.load`."""
-        read = self.count + len(self.bad) + (self.over if config.filter_overlong_prompts else 0)
+        over, filtered = np.concatenate(self.over), config.filter_overlong_prompts
+        read = self.count + len(self.bad) + (len(over) if filtered else 0)
         allowed = 0.0 if config.on_bad_row == "error" else config.max_skipped_fraction
         if len(self.bad) > allowed * read:
             raised = f"data.max_skipped_fraction (now {config.max_skipped_fraction:g})"
             raise too_many_bad(self.bad, read, key, raised if config.on_bad_row == "skip" else None)
         limit = config.max_prompt_length
-        if config.filter_overlong_prompts and not self.count:
+        if filtered and not self.count:
             raise DataError(
-                f"{self.over} of {read} prompts were filtered: all are longer than data.max_prompt_length={limit}.",
-                f"the shortest has {self.shortest_over} tokens",
+                f"{len(over)} of {read} prompts were filtered: all are longer than data.max_prompt_length={limit}.",
+                f"the shortest has {over['length'].min()} tokens",
                 "raise data.max_prompt_length",
             )
-        if self.over and config.truncation == "error" and not config.filter_overlong_prompts:
-            rows = (row for i, _ in self.shown_over for row in _good(self.source.read(i, i + 1)))
-            lengths = (length for _, length in self.shown_over)
+        if len(over) and config.truncation == "error" and not filtered:
+            shown = [(row, n) for i, n in over[:SHOWN_ROWS].tolist() for row in _good(self.source.read(i, i + 1))]
             raise DataError(
-                f"{self.over} of {self.count} prompts are longer than data.max_prompt_length={limit}.",
-                "; ".join(f"{row.location}: {length} tokens" for row, length in zip(rows, lengths, strict=True)),
+                f"{len(over)} of {self.count} prompts are longer than data.max_prompt_length={limit}.",
+                "; ".join(f"{row.location}: {length} tokens" for row, length in shown),
                 "raise the limit, set data.filter_overlong_prompts=true, or set data.truncation to left, right or "
                 "middle",
             )
@@ -217,11 +190,7 @@ def _good(rows: Sequence[PromptRow | BadRow]) -> list[PromptRow]:
 
 @dataclass(frozen=True)
 class LazyRows(Sequence[PromptRow]):
-    """Rows of a source, read when they are asked for.
-
-    Attributes:
-        numbers: (N,) int64, ascending: which rows of the source.
-    """
+    """Rows of a source, read when they are asked for; ``numbers``: (N,) int64, ascending: which rows of the source."""
 
     source: RowSource
     numbers: np.ndarray
@@ -235,31 +204,6 @@ class LazyRows(Sequence[PromptRow]):
         if isinstance(row, BadRow):  # only a class of the user's can change its mind
             raise DataError("A row that could be used cannot be read again.", row, "the same row must be given always")
         return row
-
-    def __iter__(self) -> Iterator[PromptRow]:
-        wanted = iter(self.numbers.tolist())
-        number = next(wanted, None)
-        for start in range(0, len(self.source), CHUNK):
-            if number is None or number >= start + CHUNK:
-                continue
-            for i, row in enumerate(self.source.read(start, start + CHUNK), start):
-                if i == number and isinstance(row, PromptRow):
-                    yield row
-                    number = next(wanted, None)
-
-
-@dataclass(frozen=True)
-class Names(Sequence[str]):
-    """(N,) names out of a few, as int32 places in the list of them."""
-
-    names: list[str]
-    places: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, place: int) -> str:  # type: ignore[override]
-        return self.names[self.places[place]]
 
 
 class TokenRows(Sequence[list[int]]):

@@ -220,12 +220,9 @@ def pair_example(chosen: Conversation, rejected: Conversation, margin: float, co
     shared = next((i for i, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
     if not shared:
         raise UnusableError("chosen and rejected do not begin with the same prompt")
-    return Example([scored_row(ids[:shared], ids[shared:]) for ids in sides], margin, over=longest > limit)
-
-
-def scored_row(prompt: list[int], rest: list[int]) -> Row:
-    """A row whose value is read behind its last token; a further response token keeps the place of that value."""
-    return Row(prompt, [*rest, 0], [False] * len(rest) + [True])
+    # A further response token keeps the place of the value, which is read behind the last one.
+    rows = [Row(ids[:shared], [*ids[shared:], 0], [False] * (len(ids) - shared) + [True]) for ids in sides]
+    return Example(rows, margin, over=longest > limit)
 
 
 def _side(renderer: Renderer, prompt: Any, answer: Any, location: str) -> Conversation:
@@ -278,7 +275,7 @@ def _load(
 ) -> ExampleDataset:
     """All rows of the files, made into examples."""
     stores = [TokenStore() for _ in range(3)]
-    lengths: list[list[int]] = [[], []]
+    lengths: list[list[int]] = [[], [], []]
     margins: list[float] = []
     hashed, bad, over = hashlib.sha256(), list[BadRow](), list[str]()
     wanted = config.max_samples if key == "data.train_files" else None
@@ -297,19 +294,16 @@ def _load(
                 continue
         for row in example.rows:
             kept: list[Sequence[int]] = [row.prompt, row.response, row.trained]
-            for store, ids in zip(stores, kept, strict=True):
+            for store, sizes, ids in zip(stores, lengths, kept, strict=True):
                 part = np.array(ids, np.int32)
                 store.add(part)
+                sizes.append(len(ids))
                 hashed.update(len(ids).to_bytes(4, "little") + part.tobytes())
-            lengths[0].append(len(row.prompt))
-            lengths[1].append(len(row.response))
         margins.append(example.margin)
     _check(config, key, read, bad, over, len(margins))
     margin_column = np.array(margins, np.float32)
     hashed.update(margin_column.tobytes())
-    prompts, responses, trained = (
-        store.finish(np.array(sizes)) for store, sizes in zip(stores, (lengths[0], lengths[1], lengths[1]), strict=True)
-    )
+    prompts, responses, trained = (store.finish(np.array(n)) for store, n in zip(stores, lengths, strict=True))
     cut = config.truncation != "drop"
     return ExampleDataset(
         prompts,

@@ -67,21 +67,34 @@ def make_reasoning_gym(
         raise DataError("Training and held-out problems would go to one file.", out, "give two names")
     check_writable([out, val_path] if val_size else [out])
     problems = _distinct_problems(task, size + val_size, seed, options)
-    source = data_source or f"reasoning_gym/{task}"
-    made = []
-    for path, split, part in ((val_path, "val", problems[:val_size]), (out, "train", problems[val_size:])):
-        if part:
-            rows = [_reasoning_row(task, options, source, split, instruction, *problem) for problem in part]
-            made.append(Made(path, write_rows(partial(iter, rows), path)))
-    return made[::-1]
+
+    def row(split: str, index: int, problem: dict[str, Any]) -> dict[str, Any]:
+        answer = None if problem["answer"] is None else str(problem["answer"])
+        return {
+            "data_source": data_source or f"reasoning_gym/{task}",
+            "prompt": _messages(problem["question"], instruction),
+            "ability": "reasoning",
+            "reward_model": {"style": "rule", "ground_truth": ANY_ANSWER if answer is None else answer},
+            # All that the library's scorer may look at, so that a response can be scored from this row alone.
+            "extra_info": {
+                "split": split,
+                "index": index,
+                "task": task,
+                "question": problem["question"],
+                "answer": answer,
+                "metadata": dump_typed(problem.get("metadata", {})),
+                "options": dump_typed(options),
+            },
+        }
+
+    parts = ((out, "train", problems[val_size:]), (val_path, "val", problems[:val_size]))
+    made = {path: [row(split, *problem) for problem in part] for path, split, part in parts if part}
+    return [Made(path, write_rows(partial(iter, rows), path)) for path, rows in made.items()]
 
 
 def reasoning_gym_task(task: str) -> tuple[type, type]:
-    """Dataset class and configuration class of a task.
-
-    Raises:
-        DataError: reasoning-gym is not installed, or has no such task (with the nearest name).
-    """
+    """Dataset class and configuration class of a task. Raises DataError: reasoning-gym is not installed, or has no such
+    task (with the nearest name)."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -94,11 +107,8 @@ def reasoning_gym_task(task: str) -> tuple[type, type]:
 
 
 def reasoning_gym_dataset(task: str, options: dict[str, Any], size: int, seed: int) -> Any:
-    """A reasoning-gym dataset.
-
-    Raises:
-        DataError: as :func:`reasoning_gym_task`, or an option that is unknown (with the valid ones) or refused.
-    """
+    """A reasoning-gym dataset. Raises DataError: as :func:`reasoning_gym_task`, or an option that is unknown (with the
+    valid ones) or refused."""
     dataset_class, config_class = reasoning_gym_task(task)
     valid = [f.name for f in dataclasses.fields(config_class) if f.name not in ("seed", "size")]
     for name in options:
@@ -131,34 +141,6 @@ def _distinct_problems(task: str, count: int, seed: int, options: dict[str, Any]
         f"{len(found)} found in {draws} draws, {count} asked for (training and held-out together)",
         "ask for fewer rows, or widen the options",
     )
-
-
-def _reasoning_row(
-    task: str,
-    options: dict[str, Any],
-    source: str,
-    split: str,
-    instruction: str | None,
-    index: int,
-    problem: dict[str, Any],
-) -> dict[str, Any]:
-    answer = problem["answer"]
-    return {
-        "data_source": source,
-        "prompt": _messages(problem["question"], instruction),
-        "ability": "reasoning",
-        "reward_model": {"style": "rule", "ground_truth": ANY_ANSWER if answer is None else str(answer)},
-        # All that the library's scorer may look at, so that a response can be scored from this row alone.
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "task": task,
-            "question": problem["question"],
-            "answer": None if answer is None else str(answer),
-            "metadata": dump_typed(problem.get("metadata", {})),
-            "options": dump_typed(options),
-        },
-    }
 
 
 def make_gsm8k(

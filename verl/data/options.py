@@ -33,11 +33,8 @@ def parse_value(text: str) -> Any:
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
-    """``["prompt=question"]`` to a dict of text.
-
-    Raises:
-        DataError: a pair without ``=`` or without a name, or a name given twice.
-    """
+    """``["prompt=question"]`` to a dict of text. Raises DataError: a pair without ``=`` or without a name, or a name
+    given twice."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,51 +22,41 @@ if TYPE_CHECKING:
 CHUNK = 1024  # rows
 
 
+# Of a row that can be used: its number, tokens after the limit, a hash of what it means and of its ids, its weight of
+# data.sampler.weight_column, and the place of its data source in ``names``. Of one over the limit: tokens before it.
+KEPT = np.dtype([("number", "i8"), ("length", "i4"), ("digest", "u8"), ("weight", "f8"), ("source", "i4")])
+OVER = np.dtype([("number", "i8"), ("length", "i4")])
+
+
 @dataclass
 class Prepared:
     """What became of consecutive rows of a source.
 
     Attributes:
-        rows: (K,) int64 numbers of the rows that can be used, ascending.
-        lengths: (K,) int32 tokens of each, after the limit.
-        ids: (sum of lengths,) int32 their token ids, end to end.
-        digests: (K,) uint64, each a hash of what its row means and of its ids.
-        weights: (K,) float64 of ``data.sampler.weight_column``; (0,) where none is named.
-        sources: (K,) int32 places in ``names``.
+        rows: (K,) of type ``KEPT``: the rows that can be used, in order.
+        ids: (sum of their lengths,) int32 token ids, end to end.
+        over: (X,) of type ``OVER``: rows over the limit, kept or not.
         names: data sources.
-        over: (X,) int64 numbers of the rows over the limit, kept or not.
-        over_lengths: (X,) int32 tokens of each before the limit.
         bad: rows that cannot be used.
         kinds: for each data source and each further column its first row.
     """
 
     rows: np.ndarray
-    lengths: np.ndarray
     ids: np.ndarray
-    digests: np.ndarray
-    weights: np.ndarray
-    sources: np.ndarray
     over: np.ndarray
-    over_lengths: np.ndarray
-    names: list[str] = field(default_factory=list)
-    bad: list[BadRow] = field(default_factory=list)
-    kinds: dict[str, int] = field(default_factory=dict)
+    names: list[str]
+    bad: list[BadRow]
+    kinds: dict[str, int]
 
     def first(self, count: int) -> Prepared:
         """This, as if the source ended with the ``count``-th usable row."""
         if count > len(self.rows):
             return self
-        last = int(self.rows[count - 1])
-        over = self.over <= last
+        rows, last = self.rows[:count], int(self.rows["number"][count - 1])
         return Prepared(
-            self.rows[:count],
-            self.lengths[:count],
-            self.ids[: int(self.lengths[:count].sum())],
-            self.digests[:count],
-            self.weights[:count],
-            self.sources[:count],
-            self.over[over],
-            self.over_lengths[over],
+            rows,
+            self.ids[: rows["length"].sum()],
+            self.over[self.over["number"] <= last],
             self.names,
             [row for row in self.bad if row.index <= last],
             {kind: row for kind, row in self.kinds.items() if row <= last},
@@ -77,48 +67,31 @@ def prepare(
     source: RowSource, start: int, stop: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Prepared:
     """Rows ``start`` to ``stop`` (excluded) of ``source``: rendered, cut to ``data.max_prompt_length`` or left out.
-
-    Raises:
-        DataError: message lists on a tokenizer without a chat template.
-    """
+    Raises DataError: message lists on a tokenizer without a chat template."""
     read = source.read(start, stop)
     good = [row for row in read if isinstance(row, PromptRow)]
     bad = [row for row in read if isinstance(row, BadRow)]
     ids, refused = render(good, tokenizer, config.chat_template_kwargs)
-    weights = [row_weight(row, config.sampler.weight_column) for row in good]
-    limit = config.max_prompt_length
-    kept: list[int] = []
-    over: list[int] = []
+    rows, used = list[tuple[Any, ...]](), list[PromptRow]()
+    tokens, over, names = list[int](), list[tuple[int, int]](), dict[str, int]()
     for place, row in enumerate(good):
-        weight = weights[place]
+        own, weight = ids[place], row_weight(row, config.sampler.weight_column)
         reason = refused.get(place) or (weight if isinstance(weight, str) else None)
         if reason:
             bad.append(row.refused(reason))
             continue
-        if len(ids[place]) > limit:
-            over.append(place)
+        if len(own) > config.max_prompt_length:
+            over.append((row.row_index, len(own)))
             if config.filter_overlong_prompts:
                 continue
-        kept.append(place)
-    over_lengths = [len(ids[place]) for place in over]
-    if not config.filter_overlong_prompts and config.truncation != "error":
-        for place in over:
-            ids[place] = cut(ids[place], limit, config.truncation)
-    rows = [good[place] for place in kept]
-    names = {name: i for i, name in enumerate(dict.fromkeys(row.data_source for row in rows))}
-    return Prepared(
-        rows=np.array([row.row_index for row in rows], np.int64),
-        lengths=np.array([len(ids[place]) for place in kept], np.int32),
-        ids=np.array([token for place in kept for token in ids[place]], np.int32),
-        digests=np.array([digest(good[place], ids[place]) for place in kept], np.uint64),
-        weights=np.array([weights[place] for place in kept] if config.sampler.weight_column else [], np.float64),
-        sources=np.array([names[row.data_source] for row in rows], np.int32),
-        over=np.array([good[place].row_index for place in over], np.int64),
-        over_lengths=np.array(over_lengths, np.int32),
-        names=list(names),
-        bad=sorted(bad, key=lambda row: row.index),
-        kinds=kinds_of(rows),
-    )
+            if config.truncation != "error":
+                own = cut(own, config.max_prompt_length, config.truncation)
+        source_place = names.setdefault(row.data_source, len(names))
+        rows.append((row.row_index, len(own), digest(row, own), weight, source_place))
+        used.append(row)
+        tokens += own
+    arrays = np.array(rows, KEPT), np.array(tokens, np.int32), np.array(over, OVER)
+    return Prepared(*arrays, list(names), sorted(bad, key=lambda row: row.index), kinds_of(used))
 
 
 def digest(row: PromptRow, ids: Sequence[int]) -> int:

@@ -99,11 +99,8 @@ def too_many_bad(bad: Sequence[BadRow], read: int, key: str, limit: str | None) 
 
 
 def check_columns(path: Path, columns: Sequence[str], config: DataConfig) -> None:
-    """Refuse a file without the columns that the configuration names, or without any ground truth.
-
-    Raises:
-        DataError: with the columns that are there and the nearest one.
-    """
+    """Refuse a file without the columns that the configuration names, or without any ground truth. Raises DataError:
+    with the columns that are there and the nearest one."""
     for name, key in ((config.prompt_key, "data.prompt_key"), (config.answer_key, "data.answer_key")):
         if name is not None and name not in columns:
             usual = PROMPT_COLUMNS if key == "data.prompt_key" else TRUTH_COLUMNS

@@ -90,6 +90,13 @@ class EpochSampler(Sampler):
         return places
 
 
+def _bounds(weights: np.ndarray) -> np.ndarray:
+    """Ends of each one's share of [0, 1)."""
+    bounds = np.cumsum(weights / weights.sum())
+    bounds[bounds == bounds[-1]] = 1.0  # rounding must not let a draw fall behind the last share
+    return bounds
+
+
 class MixtureSampler(Sampler):
     """Each draw picks a set of rows with the probability of its share, and takes the next row of that set; a set's own
     rows come in shuffled passes, each row once a pass. An epoch is as many draws as there are rows.
@@ -102,8 +109,7 @@ class MixtureSampler(Sampler):
     def __init__(self, members: np.ndarray, shares: np.ndarray, seed: int, shuffle: bool = True) -> None:
         self.size = len(members)
         self._rows = [np.flatnonzero(members == i) for i in range(len(shares))]
-        self._bounds = np.cumsum(shares / shares.sum())
-        self._bounds[self._bounds == self._bounds[-1]] = 1.0  # rounding must not let a draw fall behind the last share
+        self._bounds = _bounds(shares)
         self._key, self._shuffle = f"prompt mixture {seed}", shuffle
         self.settings = {"seed": seed, "shuffle": shuffle, "shares": [float(f"{share:.12g}") for share in shares]}
         self._counted, self._draws = np.zeros(len(shares), np.int64), 0  # draws of each set so far
@@ -138,24 +144,19 @@ class MixtureSampler(Sampler):
 
 
 class RowWeightSampler(Sampler):
-    """Each draw is of its own: any row, with the probability of its weight among all.
-
-    Args:
-        weights: (N,) not negative, not all zero.
-    """
+    """Each draw is of its own: any row, with the probability of its weight among all; ``weights``: (N,) not negative,
+    not all zero."""
 
     def __init__(self, weights: np.ndarray, seed: int) -> None:
         self.size = len(weights)
-        self._bounds = np.cumsum(weights / weights.sum())
-        self._last = int(np.flatnonzero(weights)[-1])
+        self._bounds = _bounds(weights)
         self._key = f"prompt weights {seed}"
         self.settings = {"seed": seed, "weights": hashlib.sha256(weights.tobytes()).hexdigest()[:16]}
 
     def take(self, epoch: int, position: int, draw: int, count: int) -> list[int]:
         count = min(count, self.size - position)
-        places = np.searchsorted(self._bounds, uniforms(self._key, draw, count), side="right")
-        found: list[int] = np.minimum(places, self._last).tolist()  # rounding may leave the last bound below 1
-        return found
+        places: list[int] = np.searchsorted(self._bounds, uniforms(self._key, draw, count), side="right").tolist()
+        return places
 
 
 class CurriculumSampler(Sampler):
@@ -296,11 +297,8 @@ class CustomSampler(Sampler):
 
 
 def make_sampler(dataset: PromptDataset, config: DataConfig, seed: int) -> Sampler:
-    """The sampler that ``data.sampler`` asks for.
-
-    Raises:
-        DataError: weights that do not fit the data; see :class:`CustomSampler`.
-    """
+    """The sampler that ``data.sampler`` asks for. Raises DataError: weights that do not fit the data; see
+    :class:`CustomSampler`."""
     chosen = config.sampler
     if chosen.class_path is not None:
         return CustomSampler(dataset, config)

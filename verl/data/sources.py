@@ -42,11 +42,8 @@ class RowSource:
 
 
 class FileRows(RowSource):
-    """Rows of all files, in order; only what is asked for is in memory.
-
-    Raises:
-        DataError: a file that cannot be read, a column that is not there, or no row at all.
-    """
+    """Rows of all files, in order; only what is asked for is in memory. Raises DataError: a file that cannot be read, a
+    column that is not there, or no row at all."""
 
     def __init__(self, files: str | Sequence[str], config: DataConfig, key: str = "data.train_files") -> None:
         entries = expand_entries(files, key)

@@ -10,8 +10,8 @@ import json
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +55,8 @@ class RawRow:
         return f"{self.file}, {self.where}"
 
 
-@dataclass
-class Contents:
-    """What a conversion learns on its way: names of the columns, in order of appearance."""
-
-    columns: dict[str, None] = field(default_factory=dict)
-
-
-Converter = Callable[[Path, Contents], "Iterator[pa.RecordBatch]"]
+Columns = dict[str, None]  # their names in order of appearance, which a conversion learns on its way
+Converter = Callable[[Path, Columns], "Iterator[pa.RecordBatch]"]
 
 
 class RowTable:
@@ -121,11 +115,7 @@ def _python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def read_rows(path: str | Path) -> list[RawRow]:
-    """All rows of a file that is small and whole.
-
-    Raises:
-        DataError: the file cannot be read, or a row of it cannot.
-    """
+    """All rows of a file that is small and whole. Raises DataError: the file cannot be read, or a row of it cannot."""
     rows = list(open_table(Path(path)))
     for row in rows:
         if row.problem:
@@ -134,11 +124,8 @@ def read_rows(path: str | Path) -> list[RawRow]:
 
 
 def open_tables(paths: Sequence[Path]) -> list[RowTable]:
-    """The rows of each file, converted now or found in the cache.
-
-    Raises:
-        DataError: a file cannot be read as a whole, with what is wrong; the cache cannot be written.
-    """
+    """The rows of each file, converted now or found in the cache. Raises DataError: a file cannot be read as a whole,
+    with what is wrong; the cache cannot be written."""
     converters = [_converter(path) for path in paths]  # before the work: what is wrong with any file's kind
     small = sum(path.stat().st_size for path in paths) <= SMALL_BYTES
     return [_open(path, convert, small) for path, convert in zip(paths, converters, strict=True)]
@@ -169,9 +156,9 @@ def _converter(path: Path) -> Converter:
         raise DataError("A data file has zero bytes.", path, "write it again; the write was probably interrupted")
     suffix = path.suffix.lower()
     if suffix in files.PARQUET_ENDINGS or head.startswith(arrow_readers.PARQUET_MAGIC):
-        return lambda path, contents: _checked(arrow_readers.read_parquet(path), path, contents)
+        return lambda path, columns: _checked(arrow_readers.read_parquet(path), path, columns)
     if suffix in files.ARROW_ENDINGS or head.startswith(arrow_readers.ARROW_MAGIC):
-        return lambda path, contents: _checked(arrow_readers.read_arrow(path), path, contents)
+        return lambda path, columns: _checked(arrow_readers.read_arrow(path), path, columns)
     for magic, (what, fix) in _FOREIGN.items():
         if head.startswith(magic):
             raise DataError(f"A data file {what}.", path, fix)
@@ -182,15 +169,15 @@ def _converter(path: Path) -> Converter:
     }
     if suffix not in text:
         raise DataError("A data file is of a kind that is not read.", path, f"give {', '.join(files.DATA_ENDINGS)}")
-    return lambda path, contents: _packed(text[suffix](path), contents)
+    return lambda path, columns: _packed(text[suffix](path), columns)
 
 
 def _write(path: Path, convert: Converter, sink: Any) -> list[str]:
     import pyarrow as pa
 
-    contents = Contents()
+    columns: Columns = {}
     try:
-        batches = convert(path, contents)
+        batches = convert(path, columns)
         first = next(batches)
         with pa.ipc.new_file(sink, first.schema) as writer:
             writer.write_batch(first)
@@ -199,25 +186,25 @@ def _write(path: Path, convert: Converter, sink: Any) -> list[str]:
     except (pa.ArrowException, ValueError, KeyError, MemoryError, RecursionError, OverflowError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError("A data file holds what cannot be kept as a table; it may be damaged.", path, reason) from error
-    return list(contents.columns)
+    return list(columns)
 
 
-def _packed(rows: Iterable[text_readers.TextRow], contents: Contents) -> Iterator[pa.RecordBatch]:
+def _packed(rows: Iterable[text_readers.TextRow], columns: Columns) -> Iterator[pa.RecordBatch]:
     """Text rows as record batches: the bytes of each row, its line, its problem."""
     import pyarrow as pa
 
     types = {_JSON: pa.large_binary(), _LINE: pa.int64(), _PROBLEM: pa.string()}
 
     def batch(rows: list[text_readers.TextRow]) -> pa.RecordBatch:
-        columns = ([row.raw for row in rows], [row.line for row in rows], [row.problem for row in rows])
-        arrays = [pa.array(column, kind) for column, kind in zip(columns, types.values(), strict=True)]
+        parts = ([row.raw for row in rows], [row.line for row in rows], [row.problem for row in rows])
+        arrays = [pa.array(part, kind) for part, kind in zip(parts, types.values(), strict=True)]
         return pa.RecordBatch.from_arrays(arrays, names=list(types))
 
     held: list[text_readers.TextRow] = []
     size = 0
     yield batch([])
     for row in rows:
-        contents.columns.update(dict.fromkeys(row.names))
+        columns.update(dict.fromkeys(row.names))
         held.append(row)
         size += len(row.raw)
         if len(held) == arrow_readers.BATCH_ROWS or size >= BATCH_BYTES:
@@ -227,19 +214,19 @@ def _packed(rows: Iterable[text_readers.TextRow], contents: Contents) -> Iterato
         yield batch(held)
 
 
-def _checked(batches: Iterable[pa.RecordBatch], path: Path, contents: Contents) -> Iterator[pa.RecordBatch]:
+def _checked(batches: Iterable[pa.RecordBatch], path: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
     """Batches whose every value can be read; a row with one that cannot is null and has its reason beside it."""
     import pyarrow as pa
 
     for batch in batches:
         names = batch.schema.names
-        if not contents.columns:
-            contents.columns.update(dict.fromkeys(names))
-            if len(contents.columns) < len(names):
+        if not columns:
+            columns.update(dict.fromkeys(names))
+            if len(columns) < len(names):
                 raise DataError("A data file has two columns of one name.", path, ", ".join(names))
         batch, problems = _readable(batch.replace_schema_metadata(None))
-        columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
-        yield pa.RecordBatch.from_arrays([*columns, pa.array(problems, pa.string())], names=[*names, _PROBLEM])
+        arrays = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+        yield pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], names=[*names, _PROBLEM])
 
 
 def _readable(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[str | None]]:
@@ -250,19 +237,18 @@ def _readable(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[str | None]]:
         return batch, [None] * batch.num_rows
     except pa.ArrowInvalid:
         pass
-    places: list[int | None] = []
-    problems: list[str | None] = []
-    good: list[pa.RecordBatch] = []
-    for i in range(batch.num_rows):
-        row = batch.slice(i, 1)
-        try:
-            row.validate(full=True)
-        except pa.ArrowInvalid as error:
-            places.append(None)
-            problems.append(" ".join(str(error).split()))
-        else:
-            places.append(len(good))
-            problems.append(None)
-            good.append(row)
-    kept = pa.Table.from_batches(good, schema=batch.schema).take(pa.array(places, pa.int64())).combine_chunks()
-    return kept.to_batches()[0], problems
+    problems = [_problem(batch.slice(i, 1)) for i in range(batch.num_rows)]
+    good = [batch.slice(i, 1) for i, problem in enumerate(problems) if problem is None]
+    number = count()
+    places = pa.array([next(number) if problem is None else None for problem in problems], pa.int64())
+    return pa.Table.from_batches(good, schema=batch.schema).take(places).combine_chunks().to_batches()[0], problems
+
+
+def _problem(row: pa.RecordBatch) -> str | None:
+    import pyarrow as pa
+
+    try:
+        row.validate(full=True)
+    except pa.ArrowInvalid as error:
+        return " ".join(str(error).split())
+    return None

@@ -17,13 +17,13 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.config import DataConfig
-from verl.data.prepare import CHUNK, Prepared, prepare
+from verl.data.prepare import CHUNK, KEPT, OVER, Prepared, prepare
 from verl.data.rows import BadRow
 from verl.data.sources import FileRows, RowSource
 from verl.errors import DataError
@@ -34,17 +34,13 @@ if TYPE_CHECKING:
 ROWS_PER_WORKER = 20_000  # with fewer, starting a process costs more than it saves
 MOST_WORKERS = 8  # where data.num_workers does not say
 ANSWER_SECONDS = 900.0  # a chunk takes seconds; a process that says nothing for so long is stuck
-_ARRAYS = [f.name for f in fields(Prepared) if f.type == "np.ndarray"]
+_ARRAYS = {"rows": KEPT, "ids": np.dtype(np.int32), "over": OVER}
 
 
 def prepare_all(
     source: RowSource, files: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, key: str
 ) -> Iterator[Prepared]:
-    """All chunks of ``source``, in order.
-
-    Raises:
-        DataError: as :func:`prepare`; a worker ended or failed.
-    """
+    """All chunks of ``source``, in order. Raises DataError: as :func:`prepare`; a worker ended or failed."""
     chunks = [(start, min(start + CHUNK, len(source))) for start in range(0, len(source), CHUNK)]
     most = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if config.num_workers is None else config.num_workers
     count = min(most, len(source) // ROWS_PER_WORKER)
@@ -145,15 +141,13 @@ class _Worker:
 
 
 def _decode(answer: dict[str, Any]) -> Prepared:
-    arrays = {name: np.frombuffer(base64.b64decode(text), kind) for name, (kind, text) in answer["arrays"].items()}
-    bad = [BadRow(**row) for row in answer["bad"]]
-    return Prepared(**arrays, names=answer["names"], bad=bad, kinds=answer["kinds"])
+    arrays = {name: np.frombuffer(base64.b64decode(answer[name]), kind) for name, kind in _ARRAYS.items()}
+    return Prepared(**{**answer, **arrays, "bad": [BadRow(**row) for row in answer["bad"]]})
 
 
 def _encode(part: Prepared) -> dict[str, Any]:
-    arrays = {name: getattr(part, name) for name in _ARRAYS}
-    texts = {name: [array.dtype.str, base64.b64encode(array.tobytes()).decode()] for name, array in arrays.items()}
-    return {"arrays": texts, "names": part.names, "bad": [asdict(row) for row in part.bad], "kinds": part.kinds}
+    arrays = {name: base64.b64encode(getattr(part, name).tobytes()).decode() for name in _ARRAYS}
+    return {**arrays, "names": part.names, "bad": [asdict(row) for row in part.bad], "kinds": part.kinds}
 
 
 def _send(out: IO[bytes], answer: dict[str, Any]) -> None:

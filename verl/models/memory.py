@@ -1,9 +1,14 @@
-"""How much memory is left on this machine. Free of torch."""
+"""How much memory is left on this machine, and its cores. Free of torch."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory() -> int:
