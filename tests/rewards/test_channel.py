@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.rewards.channel import MESSAGE_LIMIT, Channel, pack, unpack
+from verl.data.typed_json import pack, unpack
+from verl.rewards.channel import MESSAGE_LIMIT, Channel
 
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
     st.datetimes(), st.dates(), st.times(), st.timedeltas(), st.decimals(allow_nan=False),
 )  # fmt: skip
-KEYS = st.one_of(st.text(), st.integers(), st.sampled_from(["$tuple", "$dict", "$"]))
+KEYS = st.one_of(st.text(), st.integers(), st.sampled_from(["__kind__", "items"]))
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(st.lists(inner), st.lists(inner).map(tuple), st.dictionaries(KEYS, inner)),
@@ -43,7 +44,7 @@ def test_a_value_comes_back_as_it_was(value):
 
 def test_kinds_of_values():
     value = {"a": (1, [b"\x00"]), 2: Decimal("1.50"), "t": datetime(2026, 1, 2, tzinfo=UTC), "d": date(2026, 1, 2)}
-    value |= {"time": time(3, 4), "delta": timedelta(days=1, microseconds=5), "$tuple": [1]}
+    value |= {"time": time(3, 4), "delta": timedelta(days=1, microseconds=5), "__kind__": [1], "s": {1, 2}}
     assert same(unpack(json.loads(json.dumps(pack(value)))), value)
     assert pack([np.float32(0.5), np.int64(3), np.arange(2), np.str_("x"), np.bool_(True)]) == [
         0.5,
@@ -52,7 +53,7 @@ def test_kinds_of_values():
         "x",
         True,
     ]
-    for odd in (object(), lambda: 1, {"x": {1, 2}}, [type], np.array([object()])):
+    for odd in (object(), lambda: 1, {"x": {1, object()}}, [type], np.array([object()])):
         with pytest.raises(TypeError, match="no plain value"):
             pack(odd)
 

@@ -211,7 +211,7 @@ def test_async_calls_overlap_and_each_has_its_limit(scorer_of):
     scorer, texts = scorer_of(ASYNC), [str(i) for i in range(20)]
     start = time.monotonic()
     assert scores(scorer, [*texts, "slow"]) == [*map(float, range(20)), None]
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 5.5  # one after the other: 6 at least
 
 
 def test_an_async_call_that_blocks_the_loop_is_found_and_the_others_are_scored(scorer_of):
@@ -254,7 +254,7 @@ def test_extras_of_any_kind_come_back_as_plain_values(scorer_of):
     """
     columns = scorer_of(body).score(batch_of(["1"])).non_tensor_batch
     found = {name.removeprefix("reward_extra/"): values[0] for name, values in columns.items() if "extra/" in name}
-    assert found == {"a": [0, 1], "b": "own", "c": {"1": (0.5, None)}, "text": "x\ud835"}
+    assert found == {"a": [0, 1], "b": "own", "c": {1: (0.5, None)}, "text": "x\ud835"}
 
 
 def test_what_cannot_come_back_fails_its_call_alone(scorer_of, monkeypatch):

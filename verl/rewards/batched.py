@@ -19,11 +19,8 @@ Decode = Callable[[list[int]], str]
 
 
 def arguments(function: UserFunction, rows: DataProto, decode: Decode | None) -> dict[str, list[Any]]:
-    """Keyword arguments of one call for all rows: lists, aligned with the rows.
-
-    Args:
-        decode: token ids to text, special tokens included; OpenRLHF's signature needs it.
-    """
+    """Keyword arguments of one call for all rows: lists, aligned with the rows; ``decode``: token ids to text, special
+    tokens included; OpenRLHF's signature needs it."""
     told = _trl(rows) if function.signature is TRL else _openrlhf(rows, decode)
     # Only what it takes is copied, and each row by itself: what the function does to a value must not reach the dataset
     # or the other responses of the group.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import resource
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,7 @@ NOTICEABLE = 0.001  # seconds; noting that a call took less would take as long a
 
 @dataclass(frozen=True)
 class Call:
-    """One call by keyword.
-
-    Attributes:
-        count: responses that a call for a batch is about; None: it is about one.
-    """
+    """One call by keyword; ``count``: responses that a call for a batch is about; None: it is about one."""
 
     arguments: dict[str, Any]
     count: int | None = None
@@ -137,18 +133,5 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    outcome: list[Any] = []
-
-    def work() -> None:
-        try:
-            outcome.append((asyncio.run(coroutine), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=work, name="reward-async")
-    thread.start()
-    thread.join()
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+    with ThreadPoolExecutor(1, "reward-async") as thread:
+        return thread.submit(asyncio.run, coroutine).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -59,12 +60,10 @@ def check_sandbox(config: SandboxConfig) -> None:
         raise SandboxError("The sandbox does not run a simple program.", run.trouble or run.stdout[:80])
 
 
-@lru_cache(maxsize=256)
-def _tests(ground_truth: str) -> tuple[Test, ...]:
-    return tuple(read_tests(ground_truth))
+_tests = lru_cache(maxsize=256)(read_tests)
 
 
-def _verdicts(program: str, tests: tuple[Test, ...], config: SandboxConfig, stop: bool) -> list[str | None]:
+def _verdicts(program: str, tests: Sequence[Test], config: SandboxConfig, stop: bool) -> list[str | None]:
     verdicts: list[str | None] = []
     end = time.monotonic() + config.total_time_limit
     with Sandbox(program, config, calls=any(test.kind == "call" for test in tests)) as sandbox:

@@ -80,11 +80,8 @@ def assert_tests(text: str) -> Iterator[tuple[str, tuple[Check, ...]]]:
 
 @dataclass
 class _Script:
-    """Statements for the sandbox in which each assert has become a call that sends values.
-
-    Attributes:
-        literals: names that have a literal value at this point.
-    """
+    """Statements for the sandbox in which each assert has become a call that sends values; ``literals``: names that
+    have a literal value at this point."""
 
     body: list[ast.stmt] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
@@ -152,11 +149,8 @@ _NO_PARAMETERS = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaul
 
 
 class _Apart(ast.NodeTransformer):
-    """Takes a condition apart: what needs the program becomes a hole, the rest is evaluated here.
-
-    Args:
-        pure: whether the functions of ``_HERE`` are Python's own.
-    """
+    """Takes a condition apart: what needs the program becomes a hole, the rest is evaluated here; ``pure``: whether the
+    functions of ``_HERE`` are Python's own."""
 
     def __init__(self, literals: dict[str, ast.expr], pure: bool) -> None:
         self._literals, self._pure = literals, pure
@@ -247,7 +241,9 @@ def _without_unused(body: list[ast.stmt]) -> list[ast.stmt]:
     kept = [s for s in body if not isinstance(s, ast.FunctionDef) and not _names_constant(s)]
     while True:
         used = set().union(*map(_names, kept))
-        more = [s for s in body if s in kept or used & (_touched(s) if _names_constant(s) else {_defined(s)})]
+        more = [
+            s for s in body if s in kept or used & (_touched(s) if _names_constant(s) else {getattr(s, "name", "")})
+        ]
         if len(more) == len(kept):
             return more
         kept = more
@@ -255,10 +251,6 @@ def _without_unused(body: list[ast.stmt]) -> list[ast.stmt]:
 
 def _names_constant(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assign) and _is_constant(statement.value)
-
-
-def _defined(statement: ast.stmt) -> str:
-    return statement.name if isinstance(statement, ast.FunctionDef) else ""
 
 
 def _has_assert(statement: ast.stmt) -> bool:

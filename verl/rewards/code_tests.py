@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.errors import RewardError
@@ -61,11 +62,7 @@ class Test:
 
 
 def read_tests(ground_truth: Any) -> list[Test]:
-    """The tests of a ground truth, in any of ``FORMS``.
-
-    Raises:
-        RewardError: it is none of them.
-    """
+    """The tests of a ground truth, in any of ``FORMS``. Raises RewardError: it is none of them."""
     truth = ground_truth
     if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
         try:
@@ -94,15 +91,11 @@ def _inputs_and_outputs(truth: dict[str, Any]) -> list[Test]:
     pairs = zip(inputs, outputs, strict=True)
     if function:
         return [_call_test(str(function), given, expected) for given, expected in pairs]
-    return [_stdin_test(_text(given), _text(expected)) for given, expected in pairs]
+    return [Test("stdin", "", (partial(same_output, expected=_text(out)),), _text(given)) for given, out in pairs]
 
 
 def _text(lines: Any) -> str:
     return "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
-
-
-def _stdin_test(given: str, expected: str) -> Test:
-    return Test("stdin", "", (lambda printed: same_output(printed, expected),), given)
 
 
 _DECIMAL = re.compile(r"[-+]?(\d{1,50}\.\d{0,50}|\.\d{1,50}|\d{1,50}(?=[eE]))([eE][-+]?\d{1,3})?")

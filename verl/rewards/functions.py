@@ -10,11 +10,12 @@ from typing import Any
 from verl.config import SandboxConfig
 from verl.data.rows import PromptRow
 from verl.errors import RewardError
+from verl.models.memory import available_cores
 from verl.protocol import DataProto, check_columns
 from verl.rewards import batched, calls
 from verl.rewards.code import check_sandbox, code
 from verl.rewards.custom import VERL, UserFunction, accepts
-from verl.rewards.pool import Pool, cores
+from verl.rewards.pool import Pool
 from verl.rewards.pool_worker import Target
 from verl.rewards.results import Score
 from verl.rewards.rules import IN_POOL, Rule, by_source
@@ -36,11 +37,8 @@ class Reward:
         """Refuse, before a run starts, rows of a dataset that cannot be scored. Raises RewardError."""
 
     def score(self, rows: DataProto) -> list[Score]:
-        """One :class:`Score` a row, in order.
-
-        Args:
-            rows: columns ``ROW_COLUMNS``, and whatever else a batch has after rollout; every row has a response token.
-        """
+        """One :class:`Score` a row, in order; ``rows``: columns ``ROW_COLUMNS``, and whatever else a batch has after
+        rollout; every row has a response token."""
         raise RewardError("The reward model is not loaded here.", fix="score in the worker of a run")
 
     def begin(self, rows: DataProto) -> Pending | None:
@@ -115,7 +113,7 @@ class RuleReward(Reward):
         if rule is not code:
             return _begin(self._pool if name in IN_POOL else None, Target(name), callee, made)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._sandbox.workers or min(cores(), 64), "reward-code")
+            self._threads = ThreadPoolExecutor(self._sandbox.workers or min(available_cores(), 64), "reward-code")
         futures = [self._threads.submit(calls.answers, callee, [call]) for call in made]
         return lambda: [score for future in futures for score in future.result()]
 

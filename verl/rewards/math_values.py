@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Context, Decimal, DivisionByZero, InvalidOperation, Overflow, localcontext
 
-_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z])|[a-df-hj-zA-Z]|[-+*/^(){}])")
-MOST_LOST = 1e6  # a sum so much smaller than its terms is rounding
+_TOKEN = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z])|[a-df-hj-zA-Z]|[-+*/^(){}]")
+# Neighbours that could mean two things: a number behind what it may multiply, two letters or a function's argument,
+# a mixed number.
+_UNCLEAR = re.compile(r"(?:[\d)}]|\\pi) [\d.]|(?<!\S)[a-zA-Z] [\d.a-zA-Z(]|\d \\frac")
+# With these digits no sum of terms up to the limit is rounding alone.
+_EXACT = Context(prec=100, Emax=40, traps=[InvalidOperation, DivisionByZero, Overflow])
 LEAST_GAP = 1e-6  # relative, of values that are told apart
-_CLOSING = {"(": ")", "{": "}"}
 _TIMES = ("*", r"\cdot", r"\times")
 
 
 class _NoValueError(Exception):
-    """It is no simple expression, or has no real value."""
+    """It is no simple expression."""
 
 
 def surely_differ(one: str, other: str) -> bool:
@@ -30,113 +34,82 @@ def surely_differ(one: str, other: str) -> bool:
 
 def value_at_a_point(text: str) -> float | None:
     """Of an expression with :func:`value_of` each letter; None: it is not known here, or the text is one letter."""
-    tokens, at = [], 0
-    while text[at:].strip():
-        found = _TOKEN.match(text, at)
-        if found is None:
-            return None
-        tokens.append(found[1])
-        at = found.end()
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != "".join(text.split()) or _UNCLEAR.search(" ".join(tokens)):
+        return None
     if len(tokens) == 1 and tokens[0].isalpha():
         return None
-    reader = _Reader(tokens)
+    rest = tokens[::-1]
     try:
-        value = reader.sum()
-    except (_NoValueError, ArithmeticError, ValueError, RecursionError):
+        with localcontext(_EXACT):
+            value = _sum(rest)
+    except (_NoValueError, ArithmeticError, IndexError, RecursionError):
         return None
-    return value if reader.at_end and isinstance(value, float) and math.isfinite(value) else None
+    return None if rest else float(value)
 
 
 def value_of(letter: str) -> float:
     return 0.5 + math.sqrt(ord(letter))
 
 
-class _Reader:
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens, self._at = tokens, 0
+# Each takes what it reads from the end of ``rest``, the tokens in reverse.
 
-    @property
-    def at_end(self) -> bool:
-        return self._at == len(self._tokens)
 
-    def _peek(self) -> str:
-        return "" if self.at_end else self._tokens[self._at]
+def _sum(rest: list[str]) -> Decimal:
+    value = _product(rest)
+    while rest and rest[-1] in ("+", "-"):
+        value += _product(rest) if rest.pop() == "+" else -_product(rest)
+    return value
 
-    def _next(self) -> str:
-        self._at += 1
-        return self._tokens[self._at - 1] if self._at <= len(self._tokens) else ""
 
-    def sum(self) -> float:
-        terms = [self._product()]
-        while self._peek() in ("+", "-"):
-            terms.append(self._product() if self._next() == "+" else -self._product())
-        value = sum(terms)
-        if len(terms) > 1 and max(map(abs, terms)) > MOST_LOST * abs(value):
+def _product(rest: list[str]) -> Decimal:
+    value, divided = _signed(rest), False
+    while rest and rest[-1] not in ("+", "-", ")", "}"):
+        sign = rest.pop() if rest[-1] in (*_TIMES, "/") else None
+        if divided and sign is None:
             raise _NoValueError
-        return value
-
-    def _product(self) -> float:
-        value, divided, before = self._signed(), False, self._tokens[self._at - 1]
-        while (token := self._peek()) and token not in "+-)}":
-            if token in _TIMES:
-                self._next()
-                value *= self._signed()
-            elif token == "/":
-                self._next()
-                value /= self._signed()
-                divided = True
-            else:
-                unclear = (
-                    divided or token[0] in ".0123456789" or (before.isalpha() and (token.isalpha() or token == "("))
-                )
-                if unclear or (before[0] in ".0123456789" and token == r"\frac"):
-                    raise _NoValueError
-                value *= self._power()
-            before = self._tokens[self._at - 1]
-        return value
-
-    def _signed(self) -> float:
-        sign = 1.0
-        while self._peek() in ("+", "-"):
-            sign = -sign if self._next() == "-" else sign
-        return sign * self._power()
-
-    def _power(self) -> float:
-        base = self._single()
-        if self._peek() != "^":
-            return base
-        self._next()
-        exponent = self._group()
-        if self._peek() == "^":
-            raise _NoValueError
-        return _real(base**exponent)
-
-    def _single(self) -> float:
-        token = self._next()
-        if token in _CLOSING:
-            value = self.sum()
-            if self._next() != _CLOSING[token]:
-                raise _NoValueError
-            return value
-        if token == r"\frac":
-            return self._group() / self._group()
-        if token == r"\sqrt":
-            return math.sqrt(self._group())
-        if token == r"\pi":
-            return math.pi
-        if token.isalpha():
-            return value_of(token)
-        return float(token)  # a ValueError for what is no number
-
-    def _group(self) -> float:
-        """In braces, or the one token that TeX would take."""
-        token = self._peek()
-        if token != "{" and not token.isalpha() and not (token.isdigit() and len(token) == 1):
-            raise _NoValueError
-        return self._single()
+        divided |= sign == "/"
+        value = value / _signed(rest) if sign == "/" else value * _signed(rest)
+    return value
 
 
-def _real(value: complex) -> float:
-    if isinstance(value, complex):
+def _signed(rest: list[str]) -> Decimal:
+    sign = 1
+    while rest[-1] in ("+", "-"):
+        sign = -sign if rest.pop() == "-" else sign
+    return sign * _power(rest)
+
+
+def _power(rest: list[str]) -> Decimal:
+    base = _single(rest)
+    if not rest or rest[-1] != "^":
+        return base
+    rest.pop()
+    value = base ** _group(rest)
+    if rest and rest[-1] == "^":
         raise _NoValueError
     return value
+
+
+def _single(rest: list[str]) -> Decimal:
+    token = rest.pop()
+    if token in ("(", "{"):
+        value = _sum(rest)
+        if rest.pop() != {"(": ")", "{": "}"}[token]:
+            raise _NoValueError
+        return value
+    if token == r"\frac":
+        return _group(rest) / _group(rest)
+    if token == r"\sqrt":
+        return _group(rest).sqrt()
+    if token == r"\pi":
+        return Decimal(math.pi)
+    return Decimal(value_of(token) if token.isalpha() else token)  # an ArithmeticError for what is no number
+
+
+def _group(rest: list[str]) -> Decimal:
+    """In braces, or the one token that TeX would take."""
+    token = rest[-1]
+    if token != "{" and not token.isalpha() and not (token.isdigit() and len(token) == 1):
+        raise _NoValueError
+    return _single(rest)

@@ -91,11 +91,8 @@ def clean(text: str) -> str:
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether an answer says what the ground truth says.
-
-    Raises:
-        Exception: whatever math-verify raises while it compares; that is no verdict.
-    """
+    """Whether an answer says what the ground truth says. Raises Exception: whatever math-verify raises while it
+    compares; that is no verdict."""
     if max(len(gold), len(answer)) > LONGEST:
         return gold.split() == answer.split()
     return _same(clean(gold), clean(answer))
@@ -111,7 +108,8 @@ def _same(gold: str, answer: str) -> bool:
         return False
     left, right = number(gold), number(answer)
     if left is not None and right is not None:
-        return _close(left, right, "." in gold + answer)
+        near = "." in gold + answer and abs(left - right) <= TOLERANCE * max(abs(left), abs(right))
+        return left == right or near
     for step in (_same_words, _same_without_unit, _same_value, _same_parts):
         verdict = step(gold, answer)
         if verdict is not None:
@@ -133,10 +131,6 @@ def number(text: str) -> Fraction | None:
             return None
         return (int(whole) + Fraction(int(top), int(bottom))) * (-1 if sign == "-" else 1)
     return whole_number(text)
-
-
-def _close(left: Fraction, right: Fraction, decimal: bool) -> bool:
-    return left == right or (decimal and abs(left - right) <= TOLERANCE * max(abs(left), abs(right)))
 
 
 def _same_words(gold: str, answer: str) -> bool | None:
@@ -259,17 +253,22 @@ def _same_by_algebra(gold: str, answer: str) -> bool:
     if not _bounded(answer) or surely_differ(gold, answer):
         return False
     left, right = _parsed(gold), _parsed(answer)
-    if left is None or right is None or _is_nothing(left) or _is_nothing(right):
+    if left is None or right is None:
+        return False
+    from sympy import Expr, nan, zoo
+
+    if left.has(nan, zoo) or right.has(nan, zoo):  # it divides by zero
         return False
     values = [_numeric(side) for side in (left, right)]
     if all(value is not None for value in values):
         # math-verify rounds to decimal places, which makes all tiny numbers one.
         difference, size = abs(values[0] - values[1]), max(abs(values[0]), abs(values[1]))
         return bool(difference <= float(TOLERANCE) * size)
-    if _differ_at_a_point(left, right):
-        return False
-    if _equal_multiplied_out(left, right):
-        return True
+    if isinstance(left, Expr) and isinstance(right, Expr):
+        if _differ_at_a_point(left, right):
+            return False
+        if (left - right).expand() == 0:  # to simplify the difference takes a multiple of the time
+            return True
     return bool(_math_verify()[1](left, right))
 
 
@@ -299,9 +298,9 @@ def _parsed(text: str) -> Any:
 
 def _differ_at_a_point(left: Any, right: Any) -> bool:
     """Whether two expressions have unequal values at one point; that is much faster than to simplify a difference."""
-    from sympy import Expr, Rational, Symbol
+    from sympy import Rational, Symbol
 
-    if not all(isinstance(side, Expr) and not isinstance(side, Symbol) for side in (left, right)):
+    if isinstance(left, Symbol) or isinstance(right, Symbol):
         return False
     names = sorted(left.free_symbols | right.free_symbols, key=str)
     point = {name: Rational(7 + 4 * i, 5 + 2 * i) for i, name in enumerate(names)}
@@ -311,20 +310,6 @@ def _differ_at_a_point(left: Any, right: Any) -> bool:
         return False
     gap, size = abs(values[0] - values[1]), max(1.0, *map(abs, values))
     return bool(gap > 1e-6 * size)  # false for NaN
-
-
-def _equal_multiplied_out(left: Any, right: Any) -> bool:
-    """Whether a difference vanishes without being simplified, which takes a multiple of the time."""
-    from sympy import Expr
-
-    return all(isinstance(side, Expr) for side in (left, right)) and bool((left - right).expand() == 0)
-
-
-def _is_nothing(expression: Any) -> bool:
-    """Whether it divides by zero."""
-    from sympy import nan, zoo
-
-    return bool(expression.has(nan, zoo))
 
 
 def _numeric(expression: Any) -> Any:

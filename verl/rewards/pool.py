@@ -1,7 +1,6 @@
 """A pool of reward worker processes: bounded, each call timed and killed where it does not stop, the lost replaced.
 
-A thread gives the calls to the workers and takes their answers, whatever this process does meanwhile: sampling,
-training. It lives as long as there are calls.
+While there are calls a thread gives them to the workers and takes their answers, whatever this process does meanwhile.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.data.typed_json import pack, unpack
 from verl.errors import RewardError
 from verl.models.memory import free_memory
 from verl.rewards.calls import Call, too_slow
-from verl.rewards.channel import SEND_SECONDS, Channel, pack
+from verl.rewards.channel import SEND_SECONDS, Channel
 from verl.rewards.nursery import END_SECONDS, MESSAGE_BYTES
 from verl.rewards.pool_worker import IN_PROCESS, Target, heard
 from verl.rewards.results import Score
@@ -69,10 +69,6 @@ class Job:
     def done(self) -> bool:
         return self.scores is not None or self.error is not None
 
-    @property
-    def responses(self) -> int:
-        return self.call.count or 1
-
 
 @dataclass(eq=False)
 class _Worker:
@@ -83,9 +79,6 @@ class _Worker:
     jobs: dict[int, Job] = field(default_factory=dict)
     begun: bool = False
     since: float = 0.0
-
-    def shares(self, target: Target) -> bool:
-        return any(job.together and not job.alone and job.target == target for job in self.jobs.values())
 
 
 class Pool:
@@ -127,12 +120,8 @@ class Pool:
         return jobs
 
     def gather(self, jobs: Sequence[Job]) -> list[list[Score]]:
-        """Wait for these; one list of scores a job.
-
-        Raises:
-            RewardError: a function cannot be loaded, its arguments cannot be sent, or it returned what is no list of
-                scores for a batch.
-        """
+        """Wait for these; one list of scores a job. Raises RewardError: a function cannot be loaded, its arguments
+        cannot be sent, or it returned what is no list of scores for a batch."""
         with self._changed:
             self._changed.wait_for(lambda: all(job.done for job in jobs))
             self._open = {key: job for key, job in self._open.items() if not job.done}
@@ -145,8 +134,7 @@ class Pool:
         """End all processes; calls under way fail."""
         with self._changed:
             self._ending, thread = True, self._thread
-            if thread is not None:
-                self._wake()
+            self._wake()
         if thread is not None:
             thread.join()
         if self._end is not None:
@@ -245,20 +233,21 @@ class Pool:
 
     def _is_shared(self, job: Job) -> bool:
         """Calls of an async function are in flight together in one worker, no more of them than its limit."""
-        return job.together and any(worker.shares(job.target) for worker in self._workers)
+        others = (other for worker in self._workers for other in worker.jobs.values())
+        return job.together and any(one.together and not one.alone and one.target == job.target for one in others)
 
     # workers -------------------------------------------------------------------------------------------------------
 
     def _assign(self) -> None:
         while self._waiting:
             free = next((worker for worker in self._workers if not worker.jobs), None)
-            if free is None and not self._grow():
-                return
-            if free is not None:
-                chunk = self._take()
-                if not chunk:
+            if free is None:
+                if not self._grow():
                     return
+            elif chunk := self._take():
                 self._give(free, chunk)
+            else:
+                return
 
     def _give(self, worker: _Worker, chunk: list[Job]) -> None:
         worker.jobs, worker.begun, worker.since = dict(enumerate(chunk)), False, time.monotonic()
@@ -312,9 +301,9 @@ class Pool:
             # Imported once, before the workers are forked.
             modules = {IN_POOL.get(job.target.name) for job in self._waiting if job.target.path is None} - {None}
             arguments = {"descriptor": theirs.fileno(), "parent": os.getpid(), "modules": list(modules)}
-            arguments["memory"] = self._memory
+            arguments |= {"memory": self._memory, "path": sys.path}
             nursery = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps({**arguments, "path": sys.path})],
+                [sys.executable, "-c", _START, json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | dict.fromkeys(_THREADS, "1"),
@@ -323,7 +312,6 @@ class Pool:
         return ours, weakref.finalize(self, _end_nursery, ours, nursery)
 
     def _hear(self, worker: _Worker) -> None:
-        """What it has said."""
         try:
             for answer in worker.channel.receive():
                 self._take_answer(worker, answer)
@@ -341,11 +329,11 @@ class Pool:
         elif word == "refused" and worker.jobs:
             what, value, fix = rest
             for job in worker.jobs.values():
-                job.error = RewardError(str(what), value, None if fix is None else str(fix))
+                job.error = RewardError(str(what), unpack(value), None if fix is None else str(fix))
             worker.jobs = {}
         elif type(word) is int and worker.begun:
             (told,) = rest
-            scores = heard(told, worker.jobs[word].responses)
+            scores = heard(told, worker.jobs[word].call.count or 1)
             self._finish(worker.jobs.pop(word), scores)
         else:
             raise ValueError("no answer")
@@ -361,12 +349,12 @@ class Pool:
                 job.alone = True
         elif worker.begun and jobs:
             first = jobs.pop(0)
-            self._finish(first, [why] * first.responses)
+            self._finish(first, [why] * (first.call.count or 1))
         else:
             for job in jobs:
                 job.lost += 1
                 if job.lost == LOST_AT_MOST:
-                    self._finish(job, [_NEVER_BEGAN] * job.responses)
+                    self._finish(job, [_NEVER_BEGAN] * (job.call.count or 1))
         self._waiting.extendleft(job for job in reversed(jobs) if not job.done)
 
     def _due(self, worker: _Worker) -> float:
@@ -383,11 +371,6 @@ class Pool:
         if self._waiting and len(self._workers) < self._most:
             dues.append(GROW_SECONDS)
         return max(0.0, min(dues)) + 0.001 if dues else 0.0
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _key(target: Target, call: Call) -> bytes:

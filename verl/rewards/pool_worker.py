@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, get_args
 
+from verl.data.typed_json import pack, unpack
 from verl.errors import RewardError
 from verl.rewards.calls import Call, Callee, run
-from verl.rewards.channel import Channel, pack, unpack
+from verl.rewards.channel import Channel
 from verl.rewards.custom import load_function
 from verl.rewards.results import MAX_SCORE, Outcome, Score
 from verl.rewards.rules import rule_named
@@ -20,11 +21,7 @@ IN_PROCESS = "set reward.num_workers=0 to call the function in the run's own pro
 
 
 class Target(NamedTuple):
-    """What is to be called: a function of the user's file, or a built-in rule.
-
-    Attributes:
-        path: None: a rule.
-    """
+    """What is to be called: a function of the user's file, or (``path`` None) a built-in rule."""
 
     name: str
     path: str | None = None
@@ -54,7 +51,7 @@ def serve(descriptor: int, idle: float | None) -> None:
                 channel.send(["begun"])
                 run(callee, calls, lambda number, found: _tell(channel, number, found), limit)
             except RewardError as error:
-                channel.send(["refused", error.what, plain(error.value), error.fix])
+                channel.send(["refused", error.what, pack(error.value, repr), error.fix])
     except (EOFError, OSError):  # the run has ended
         return
 
@@ -78,15 +75,12 @@ def _tell(channel: Channel, number: int, scores: list[Score]) -> None:
 
 def told(score: Score) -> list[Any]:
     """For the channel; extras as values that can be read where the user's own classes and torch are not."""
-    return [score.value, score.outcome, pack(plain(score.extras)), score.reason, score.seconds]
+    return [score.value, score.outcome, pack(score.extras, repr), score.reason, score.seconds]
 
 
 def heard(told: Any, count: int) -> list[Score]:
-    """The scores of one call.
-
-    Raises:
-        ValueError, TypeError and others: a worker that is no longer its own master said this.
-    """
+    """The scores of one call. Raises ValueError, TypeError and others: a worker that is no longer its own master said
+    this."""
     scores = [
         Score(value, outcome, unpack(extras), reason, seconds) for value, outcome, extras, reason, seconds in told
     ]
@@ -105,15 +99,3 @@ def _is_sound(score: Score) -> bool:
         and type(score.seconds) is float
         and 0 <= score.seconds < math.inf
     )
-
-
-def plain(value: Any) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
-    if type(value) is dict:
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist") and type(listed := value.tolist()) is not type(value):  # numpy's and torch's
-        return plain(listed)
-    return repr(value)

@@ -50,7 +50,7 @@ def gsm8k(response_text: str, ground_truth: Any, method: str = "strict", format_
         method: ``strict``; ``flexible`` takes the last number of the text where there is no number after ``####``.
         format_score: score of a number that is not the right one.
     """
-    truth = _truth_number(ground_truth)
+    truth = _truth_number(str(ground_truth))
     _, marker, tail = response_text.rpartition("####")
     answer = leading_number(tail) if marker else None
     if method == "flexible":
@@ -65,7 +65,7 @@ def gsm8k(response_text: str, ground_truth: Any, method: str = "strict", format_
 def number(response_text: str, ground_truth: Any) -> dict[str, Any]:
     """1 if the last number of the response equals the ground truth, else 0 ("9 + 9 is 18." answers 18)."""
     answer = last_number(response_text)
-    return _graded(answer == _truth_number(ground_truth), answer)
+    return _graded(answer == _truth_number(str(ground_truth)), answer)
 
 
 def _graded(score: float, answer: Any) -> dict[str, Any]:
@@ -73,12 +73,8 @@ def _graded(score: float, answer: Any) -> dict[str, Any]:
     return {"score": float(score), "pred": text if 0 < len(text) <= LONGEST_ANSWER else None}
 
 
-def _truth_number(ground_truth: Any) -> Fraction:
-    return _number_of_truth(str(ground_truth))
-
-
 @lru_cache(maxsize=4096)
-def _number_of_truth(ground_truth: str) -> Fraction:
+def _truth_number(ground_truth: str) -> Fraction:
     truth = whole_number(ground_truth.rpartition("####")[2])
     if truth is None:
         raise RewardError("The ground truth is not a number.", ground_truth, "correct the row, or choose another rule")
@@ -185,21 +181,11 @@ def _reasoning_scorer(task: str, options: str) -> Callable[[str, dict[str, Any]]
     return reasoning_gym_dataset(task, load_typed(options), size=1, seed=0).score_answer
 
 
-RULES: dict[str, Rule] = {
-    "gsm8k": gsm8k,
-    "number": number,
-    "math": math,
-    "boxed": boxed,
-    "exact_match": exact_match,
-    "multiple_choice": multiple_choice,
-    "regex": regex,
-    "json_schema": json_schema,
-    "format_tags": format_tags,
-    "length": length,
-    "repetition": repetition,
-    "reasoning_gym": reasoning_gym,
-    "code": code,
-}
+_ALL: tuple[Rule, ...] = (
+    gsm8k, number, math, boxed, exact_match, multiple_choice, regex, json_schema, format_tags, length, repetition,
+    reasoning_gym, code,
+)  # fmt: skip
+RULES: dict[str, Rule] = {rule.__name__: rule for rule in _ALL}
 
 # No size of their input bounds the time of these, so they are called where they can be killed. With each a module that
 # takes long to import, if there is one.
@@ -210,30 +196,19 @@ IN_POOL: dict[str, str | None] = {
     "reasoning_gym": "reasoning_gym",
 }
 
-# First match wins; a trailing * stands for any ending.
-SOURCES: dict[str, str] = {
-    "openai/gsm8k": "gsm8k",
-    "gsm8k": "gsm8k",
-    "reasoning_gym/*": "reasoning_gym",
-    "apps": "code",
-    "taco": "code",
-    "codecontests": "code",
-    "codeforces": "code",
-    "lighteval/MATH": "math",
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
-    "math": "math",
-    "math_dapo": "math",
-    "aime*": "math",
-}
+# A trailing * stands for any ending.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "reasoning_gym": ("reasoning_gym/*",),
+    "code": ("apps", "taco", "codecontests", "codeforces"),
+    "math": (
+        "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math", "math_dapo", "aime*",
+    ),
+}  # fmt: skip
 
 
 def rule_named(name: str) -> Rule:
-    """The rule of that name.
-
-    Raises:
-        RewardError: there is none, with the nearest name.
-    """
+    """The rule of that name. Raises RewardError: there is none, with the nearest name."""
     if name not in RULES:
         fix = f"{did_you_mean(name, RULES)}rules: auto, {', '.join(RULES)}"
         raise RewardError("reward.rule names no built-in rule.", name, fix)
@@ -241,13 +216,9 @@ def rule_named(name: str) -> Rule:
 
 
 def by_source(data_source: str) -> Rule:
-    """The rule that fits rows of this source (``reward.rule=auto``).
-
-    Raises:
-        RewardError: no rule fits.
-    """
-    for pattern, name in SOURCES.items():
-        if matches(pattern, data_source):
+    """The rule that fits rows of this source (``reward.rule=auto``). Raises RewardError: no rule fits."""
+    for name, patterns in SOURCES.items():
+        if any(matches(pattern, data_source) for pattern in patterns):
             return RULES[name]
     raise RewardError(
         "No built-in reward rule belongs to this data source.",

@@ -128,10 +128,7 @@ class Sandbox:
 
     def run(self, kind: Kind, payload: str = "", stdin: str = "") -> Run:
         """One test (the kinds: :func:`verl.rewards.sandbox_child._execute`), at most ``time_limit`` seconds long.
-
-        Raises:
-            SandboxError: the sandbox was lost.
-        """
+        Raises SandboxError: the sandbox was lost."""
         self._socket.settimeout(self._time_limit + GRACE)
         self._send(kind.encode(), *(text.encode("utf-8", "surrogatepass") for text in (payload, stdin)))
         ended, stdout, stderr, values = self._receive()

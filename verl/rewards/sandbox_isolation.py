@@ -195,11 +195,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def syscall_filter() -> bytes:
-    """The filter's program (seccomp BPF).
-
-    Raises:
-        OSError: no system call numbers for this kind of machine.
-    """
+    """The filter's program (seccomp BPF). Raises OSError: no system call numbers for this kind of machine."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES or sys.maxsize < 2**32:
         raise OSError(errno.ENOSYS, f"not known for {machine}")

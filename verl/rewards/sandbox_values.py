@@ -34,11 +34,8 @@ class Raised:
 
 
 def decode(data: bytes) -> Any:
-    """What ``sandbox_child.encode`` made of a value.
-
-    Raises:
-        ValueError: it did not make this, or it is more than will be compared.
-    """
+    """What ``sandbox_child.encode`` made of a value. Raises ValueError: it did not make this, or it is more than will
+    be compared."""
     try:
         return _plain(json.loads(data))
     except (RecursionError, TypeError, AttributeError, KeyError) as error:
@@ -74,17 +71,13 @@ def _plain(value: Any) -> Any:
     return _READ[tag](content)
 
 
-def _dict(pairs: list[list[Any]]) -> dict[Any, Any]:
-    made = [(_plain(key), _plain(item)) for key, item in pairs]
-    hashable([key for key, _ in made])
-    return dict(made)
-
-
 _READ: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
     "bytes": bytes.fromhex,
     "complex": lambda parts: complex(*map(float, parts)),
     "tuple": lambda items: tuple(map(_plain, items)),
     "set": lambda items: set(hashable([_plain(item) for item in items])),
-    "dict": _dict,
+    "dict": lambda pairs: dict(
+        zip(hashable([_plain(key) for key, _ in pairs]), [_plain(item) for _, item in pairs], strict=True)
+    ),
 }

@@ -20,13 +20,14 @@ from verl.config.names import matches
 from verl.config.schema_reward import RewardFunctionConfig
 from verl.data.rows import PromptRow
 from verl.errors import RewardError
+from verl.models.memory import available_cores
 from verl.protocol import DataProto, check_columns
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
 from verl.rewards.batched import Decode
 from verl.rewards.custom import check_function, load_function
 from verl.rewards.functions import ROW_COLUMNS, FunctionReward, Pending, Reward, RuleReward
 from verl.rewards.judge import Judge
-from verl.rewards.pool import Pool, cores
+from verl.rewards.pool import Pool
 from verl.rewards.pool_worker import Target
 from verl.rewards.results import MEANINGFUL, Outcome, Score, check_result
 from verl.rewards.rules import rule_named
@@ -74,10 +75,20 @@ class RuleScorer:
         self.config = config
         self._pool = _new_pool(config) if config.num_workers != 0 else None
         if function is not None:
-            self._parts = [_own_function(function, config.reward_kwargs, decode)]
+            name, kwargs = getattr(function, "__name__", type(function).__name__), config.reward_kwargs
+            checked = check_function(function, name, kwargs=kwargs)
+            own = FunctionReward(checked, Target(name), kwargs, decode, None)  # no other process has it
+            self._parts = [Part("", own)]
         else:
-            self._parts = [_part(*item, decode, config.sandbox, self._pool) for item in config.parts.items()]
-        judges = list(_judges(config, model))
+            self._parts = [
+                Part(name, _reward(entry, decode, config.sandbox, self._pool), entry.weight, entry.data_sources)
+                for name, entry in config.parts.items()
+            ]
+        judges = []
+        if config.model.path is not None:
+            judges.append(Part("model", model or Reward(), config.model.weight))
+        if config.judge.base_url is not None:
+            judges.append(Part("judge", Judge(config.judge), config.judge.weight))
         if judges:
             alone = function is None and not config.names_rewards  # no rule was asked for: the usual one is not added
             others = [] if alone else [replace(part, name=part.name or "function") for part in self._parts]
@@ -95,11 +106,8 @@ class RuleScorer:
             self._pool.close()
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
-        """Refuse, before the run starts, rows of a dataset that cannot be scored.
-
-        Raises:
-            RewardError: no reward belongs to a data source, or no row has a column that a user's function asks for.
-        """
+        """Refuse, before the run starts, rows of a dataset that cannot be scored. Raises RewardError: no reward belongs
+        to a data source, or no row has a column that a user's function asks for."""
         for part in self._parts:
             own = [row for row in rows if part.is_for(row.data_source)]
             if own:
@@ -169,11 +177,8 @@ class RuleScorer:
         )
 
     def judge(self, rows: DataProto, counts: Counter[str] | None = None) -> list[Score]:
-        """One :class:`Score` a row, in order, whatever its mask.
-
-        Args:
-            counts: gets how many responses each of several rewards scored, failed for, and so on.
-        """
+        """One :class:`Score` a row, in order, whatever its mask; ``counts``: gets how many responses each of several
+        rewards scored, failed for, and so on."""
         found: list[dict[str, Score]] = [{} for _ in range(len(rows))]
         begun = [(*share, self._begin(share[0], share[2])) for share in self._shares(rows)]  # they work side by side
         for part, places, own, wait in begun:
@@ -229,36 +234,17 @@ class RuleScorer:
 
 
 def _new_pool(config: RewardConfig) -> Pool:
-    most = cores() if config.num_workers is None else config.num_workers
+    most = available_cores() if config.num_workers is None else config.num_workers
     memory = None if config.worker_memory_gb is None else int(config.worker_memory_gb * 2**30)
     return Pool(most, min(config.min_workers, most), config.timeout, config.cache, memory)
 
 
-def _own_function(function: Callable[..., Any], kwargs: Mapping[str, Any], decode: Decode | None) -> Part:
-    name = getattr(function, "__name__", type(function).__name__)
-    checked = check_function(function, name, kwargs=kwargs)
-    return Part("", FunctionReward(checked, Target(name), kwargs, decode, None))  # no other process has it
-
-
-def _part(
-    name: str, entry: RewardFunctionConfig, decode: Decode | None, sandbox: SandboxConfig, pool: Pool | None
-) -> Part:
-    reward: Reward
+def _reward(entry: RewardFunctionConfig, decode: Decode | None, sandbox: SandboxConfig, pool: Pool | None) -> Reward:
     if entry.path is not None:
         function = load_function(entry.path, entry.name, entry.kwargs)
-        reward = FunctionReward(function, Target(entry.name, str(function.file)), entry.kwargs, decode, pool)
-    else:
-        assert entry.rule is not None
-        reward = RuleReward(None if entry.rule == "auto" else rule_named(entry.rule), entry.kwargs, sandbox, pool)
-    return Part(name, reward, entry.weight, entry.data_sources)
-
-
-def _judges(config: RewardConfig, model: Reward | None) -> Iterator[Part]:
-    """Models that score."""
-    if config.model.path is not None:
-        yield Part("model", model or Reward(), config.model.weight)
-    if config.judge.base_url is not None:
-        yield Part("judge", Judge(config.judge), config.judge.weight)
+        return FunctionReward(function, Target(entry.name, str(function.file)), entry.kwargs, decode, pool)
+    assert entry.rule is not None
+    return RuleReward(None if entry.rule == "auto" else rule_named(entry.rule), entry.kwargs, sandbox, pool)
 
 
 def combined(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:

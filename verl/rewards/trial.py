@@ -42,11 +42,8 @@ class Tried:
 
 @dataclass
 class Report:
-    """What one reward said of all responses, in their order.
-
-    Attributes:
-        others: pairs of scores that some of the responses got: with their own row's truth, and with another's.
-    """
+    """What one reward said of all responses, in their order; ``others``: pairs of scores that some of the responses
+    got: with their own row's truth, and with another's."""
 
     name: str
     tried: Sequence[Tried]
@@ -147,7 +144,7 @@ def try_reward(
     Raises:
         RewardError: as the scorer, except that any share may fail.
     """
-    scorer, report = RuleScorer(config, _characters), Report(name, tried)
+    scorer, report = RuleScorer(config, lambda ids: "".join(map(chr, ids))), Report(name, tried)
     try:
         scorer.check_rows([one.row for one in tried])
         start = time.perf_counter()
@@ -227,10 +224,6 @@ def batch_of(tried: Sequence[Tried]) -> DataProto:
             "prompt_ids": [list(map(ord, row.text)) for row in rows],
         },
     )
-
-
-def _characters(ids: Sequence[int]) -> str:
-    return "".join(map(chr, ids))
 
 
 # --- what is tried -------------------------------------------------------------------------------------------------
