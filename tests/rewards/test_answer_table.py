@@ -327,10 +327,10 @@ HOSTILE = [
 @pytest.mark.parametrize("answer", HOSTILE, ids=lambda answer: answer[:12].encode("unicode_escape").decode())
 def test_answers_meant_to_take_forever_are_wrong_in_no_time(answer):
     verdict("2", "x+1")  # math-verify is loaded
-    start = time.perf_counter()
+    start = time.process_time()
     for gold in ("2", "x^2 + 1", r"\{1,2\}"):
         assert verdict(gold, answer) == 0.0
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_b127_the_verifier_gets_the_ground_truth_first(monkeypatch):
