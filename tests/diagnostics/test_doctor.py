@@ -103,8 +103,8 @@ def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
 def test_the_reward_on_known_answers(
     tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str], reward: str, code: int, name: str | None
 ) -> None:
-    assert findings(capsys, written(tmp_path, letters, reward))[0] == code
-    assert set(findings(capsys, written(tmp_path, letters, reward))[1]) == ({name} if name else set())
+    found = findings(capsys, written(tmp_path, letters, reward))
+    assert (found[0], set(found[1])) == (code, {name} if name else set())
 
 
 def test_data_before_a_run(tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]) -> None:

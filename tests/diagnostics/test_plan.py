@@ -175,8 +175,9 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "my.yaml"
     file.write_text(dump_yaml(config_of(model, actor__ppo_max_token_len_per_gpu=4096)))
     hardware = ["--tflops", "1", "--bandwidth", "10"]
-    assert main(["plan", str(file), "--memory", "16GB", *hardware]) == 0
-    out = capsys.readouterr().out
+    assert main(["plan", str(file), "trainer.n_gpus_per_node=8", "--memory", "16GB", *hardware]) == 0
+    out, err = capsys.readouterr()
+    assert "note: trainer.n_gpus_per_node=8 is set aside" in err
     assert f"{TINY:,} parameters" in out and "peak, in" in out and "It fits" in out
     assert main(["plan", str(file), "--memory", "100MB", "--json", *hardware]) == 1
     told = json.loads(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, s
     from verl.trainer.run_models import opened
 
     loaded = load_config(source, overrides, presets)
+    for note in loaded.notices:
+        print(f"note: {note}", file=sys.stderr)
     with without_bars(), opened(loaded.config) as config:
         require_machine(config)
         check_model_limits(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, above_zero, command, not_negative, print_json, settings, terminal
@@ -92,7 +93,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     def built(extra: list[str]) -> Config:
         return load_config(source, [*overrides, *extra], arguments.preset).config
 
-    config = built([])
+    loaded = load_config(source, overrides, arguments.preset)
+    config = loaded.config
+    for note in loaded.notices:
+        print(f"note: {note}", file=sys.stderr)
     model = read_facts(config.model.path, config.model.trust_remote_code)
     critic = None
     if config.uses_critic:
