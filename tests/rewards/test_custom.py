@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.calls import Callee
 from verl.rewards.custom import OPENRLHF, SIGNATURES, TRL, VERL, accepts, check_function, load_function
 from verl.rewards.results import check_batch, check_result
 
@@ -47,7 +46,7 @@ def test_functions_that_fit(file_of, text):
     assert loaded.signature is VERL and loaded.columns == ()
     arguments = {"data_source": "s", "solution_str": "x", "ground_truth": "y", "extra_info": {}}
     arguments = {name: value for name, value in arguments.items() if loaded.takes(name)}
-    assert Callee(loaded.function, loaded.name).is_async or loaded.function(**arguments) == 1.0
+    assert loaded.is_async or loaded.function(**arguments) == 1.0
 
 
 def test_another_name_and_two_files_of_one_name(file_of, tmp_path):
@@ -157,7 +156,7 @@ def test_accepts():
 def test_signatures_are_told_apart_by_names(file_of, parameters, signature, columns):
     for kind in ("def", "async def"):
         loaded = load_function(file_of(f"{kind} compute_score({parameters}): return 1.0"))
-        assert (loaded.signature, loaded.columns, Callee(loaded.function, loaded.name).is_async) == (
+        assert (loaded.signature, loaded.columns, loaded.is_async) == (
             signature,
             columns,
             kind != "def",

@@ -92,9 +92,9 @@ def make_reasoning_gym(
     return [Made(path, write_rows(partial(iter, rows), path)) for path, rows in made.items()]
 
 
-def reasoning_gym_task(task: str) -> tuple[type, type]:
-    """Dataset class and configuration class of a task. Raises DataError: reasoning-gym is not installed, or has no such
-    task (with the nearest name)."""
+def reasoning_gym_dataset(task: str, options: dict[str, Any], size: int, seed: int) -> Any:
+    """A reasoning-gym dataset. Raises DataError: reasoning-gym is not installed; a task or option is unknown (with the
+    nearest), or an option is refused."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -103,13 +103,7 @@ def reasoning_gym_task(task: str) -> tuple[type, type]:
     if task not in DATASETS:
         fix = did_you_mean(task, DATASETS, 0.6).strip() or f"one of: {', '.join(sorted(DATASETS))}"
         raise DataError("reasoning-gym has no such task.", task, fix)
-    return DATASETS[task]
-
-
-def reasoning_gym_dataset(task: str, options: dict[str, Any], size: int, seed: int) -> Any:
-    """A reasoning-gym dataset. Raises DataError: as :func:`reasoning_gym_task`, or an option that is unknown (with the
-    valid ones) or refused."""
-    dataset_class, config_class = reasoning_gym_task(task)
+    dataset_class, config_class = DATASETS[task]
     valid = [f.name for f in dataclasses.fields(config_class) if f.name not in ("seed", "size")]
     for name in options:
         if name not in valid:

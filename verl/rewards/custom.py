@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.config.names import did_you_mean
 from verl.errors import RewardError
+from verl.rewards.calls import Callee
 from verl.user_code import load_user_function
 
 
@@ -60,18 +61,11 @@ SIGNATURES = (VERL, TRL, OPENRLHF)
 
 
 @dataclass(frozen=True)
-class UserFunction:
-    """A reward function that has been read and checked.
+class UserFunction(Callee):
+    """A reward function that has been read and checked; ``columns``: parameters without a default that only columns of
+    the data can fill (TRL's signature)."""
 
-    Attributes:
-        name: what messages call it: the function and its file.
-        columns: parameters without a default that only columns of the data can fill (TRL's signature).
-    """
-
-    function: Callable[..., Any]
-    name: str
-    file: Path
-    signature: Signature
+    signature: Signature = VERL
     columns: tuple[str, ...] = ()
     parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict, repr=False)
 

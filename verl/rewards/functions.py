@@ -39,7 +39,10 @@ class Reward:
     def score(self, rows: DataProto) -> list[Score]:
         """One :class:`Score` a row, in order; ``rows``: columns ``ROW_COLUMNS``, and whatever else a batch has after
         rollout; every row has a response token."""
-        raise RewardError("The reward model is not loaded here.", fix="score in the worker of a run")
+        pending = self.begin(rows)
+        if pending is None:
+            raise RewardError("The reward model is not loaded here.", fix="score in the worker of a run")
+        return pending()
 
     def begin(self, rows: DataProto) -> Pending | None:
         """Begin to score some rows of a batch, and return at once.
@@ -80,9 +83,6 @@ class RuleReward(Reward):
         rules = {self._rule or self._checked(by_source(source)) for source in sorted({row.data_source for row in rows})}
         if code in rules:
             check_sandbox(self._sandbox)
-
-    def score(self, rows: DataProto) -> list[Score]:
-        return self.begin(rows)()
 
     def begin(self, rows: DataProto) -> Pending:
         told = list(_told(rows))
@@ -144,7 +144,6 @@ class FunctionReward(Reward):
     ) -> None:
         self._function, self._kwargs, self._decode = function, dict(kwargs), decode
         self._target, self._pool = target, pool
-        self._callee = calls.Callee(function.function, function.name, function.file)
 
     def check_rows(self, rows: Sequence[PromptRow]) -> None:
         held = {*batched.ALWAYS, *(name for row in rows for name in {**row.extra_info, **row.columns})}
@@ -157,13 +156,13 @@ class FunctionReward(Reward):
             )
 
     def score(self, rows: DataProto) -> list[Score]:
-        return _begin(self._pool, self._target, self._callee, self._calls(rows))()
+        return _begin(self._pool, self._target, self._function, self._calls(rows))()
 
     def begin(self, rows: DataProto) -> Pending | None:
         # What is called here would only be in the way of what goes on meanwhile.
         if self._pool is None or self._function.signature is not VERL:
             return None
-        return _begin(self._pool, self._target, self._callee, self._calls(rows))
+        return _begin(self._pool, self._target, self._function, self._calls(rows))
 
     def _calls(self, rows: DataProto) -> list[calls.Call]:
         if self._function.signature is VERL:

@@ -52,9 +52,6 @@ class Judge(Reward):
             self._headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
         self._turn, self._next_start = threading.Lock(), 0.0
 
-    def score(self, rows: DataProto) -> list[Score]:
-        return self.begin(rows)()
-
     def begin(self, rows: DataProto) -> Pending:
         check_columns(rows, *ROW_COLUMNS, "raw_prompt")
         columns = rows.non_tensor_batch

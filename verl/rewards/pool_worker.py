@@ -32,8 +32,7 @@ def load(target: Target) -> Callee:
     """Raises RewardError."""
     if target.path is None:
         return Callee(rule_named(target.name), target.name)
-    loaded = load_function(target.path, target.name)
-    return Callee(loaded.function, loaded.name, loaded.file)
+    return load_function(target.path, target.name)
 
 
 def serve(descriptor: int, idle: float | None) -> None:

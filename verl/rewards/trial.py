@@ -62,7 +62,7 @@ class Report:
             **{outcome: counts[outcome] for outcome in get_args(Outcome)},
             "score": {"mean": sum(values) / len(values), "min": min(values), "max": max(values)} if values else None,
             "distribution": distribution(values),
-            "by_source": self._means(lambda tried: tried.row.data_source),
+            "by_source": self._means(),
             "other_truth": self._other_truth(),
             "failures": self._failures(),
             "slowest": [{"seconds": self.scores[i].seconds, **self.place(i)} for i in slowest],
@@ -101,10 +101,10 @@ class Report:
             return RESPONSES_NEED
         return f"all scores are {best:.4g}, whatever the ground truth: it is ignored, or no response is right"
 
-    def _means(self, group: Callable[[Tried], str]) -> dict[str, float | None]:
+    def _means(self) -> dict[str, float | None]:
         values: dict[str, list[float]] = {}
         for tried, score in zip(self.tried, self.scores, strict=True):
-            values.setdefault(group(tried), []).extend([] if score.value is None else [score.value])
+            values.setdefault(tried.row.data_source, []).extend([] if score.value is None else [score.value])
         return {name: sum(own) / len(own) if own else None for name, own in values.items()}
 
     def _failures(self) -> list[dict[str, Any]]:
