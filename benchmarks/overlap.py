@@ -23,6 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.checkpoint.store import CheckpointStore
@@ -276,7 +277,8 @@ def simulate(
             }
         )
         rows = [PromptRow("", "simulated", "a", {}, number) for number in range(PROMPTS * (steps + 50))]
-        loader = PromptLoader(PromptDataset.of(rows, [[1]] * len(rows)), PROMPTS)
+        dataset = PromptDataset(rows, [[1]] * len(rows), numbers=np.arange(len(rows)))
+        loader = PromptLoader(dataset, PROMPTS)
         simulated, rollout = SimulatedTrainer(clock), SimulatedRollout(clock, length)
         roles = Roles(simulated, rollout, simulated, None, None, exact_rollout=True)  # type: ignore[arg-type]
         state, timer, run_dir = TrainerState.fresh(config, loader), StepTimer(), RunDir(folder).create()
