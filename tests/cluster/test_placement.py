@@ -176,6 +176,24 @@ def test_b152_wanted_against_available_of_every_resource() -> None:
     assert error.value == "wanted 8 GPU, available 2" and "trainer.device=cpu" in str(error.fix)
 
 
+def test_ranks_on_several_machines() -> None:
+    trainer = {"device": "cpu", "nnodes": 2}
+    plan = make_plan(config_of(actor={"world_size": 4}, trainer=trainer), 8, 0)
+    (group,) = plan.groups
+    assert (group.count, group.nodes, group.on_one, group.threads) == (4, 2, 2, 4)
+    require(plan, [{"CPU": 8}, {"CPU": 1}, {"CPU": 8}], "the Ray cluster", shared=False)
+    error = refused(plan, {"CPU": 8}, shared=True)
+    assert (
+        error.what == "more machines were asked for than the Ray cluster has: 1" and error.value == "trainer.nnodes=2"
+    )
+    error = refused(plan, {"CPU": 13}, {"CPU": 4})
+    assert error.what.startswith("only 1 of 2 machines of the Ray cluster has room for the 2 process(es)")
+    assert error.value == "wanted 8 CPU, available 4"
+    trainer = {"device": "cuda", "nnodes": 3}
+    gpus = make_plan(config_of({"c": {"processes": 2, "nodes": 2}}, {"critic": "c"}, trainer=trainer), 16, 4)
+    assert [(g.count, g.nodes, g.gpus) for g in gpus.groups] == [(6, 3, 1.0), (2, 2, 1.0)]  # two GPUs are the critic's
+
+
 def test_threads_that_somebody_chose_are_never_more_than_the_cores() -> None:
     chosen = {"c": {"threads": 2}, "main": {"threads": 1}}
     plan = make_plan(config_of(chosen, {"critic": "c"}), 2, 0)

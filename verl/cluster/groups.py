@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.cluster.early_scoring import LISTENING
 from verl.cluster.placement import Group, Plan, ProcessSpec
 from verl.cluster.profiling import nsight_options
-from verl.cluster.ray_worker import RayWorkers, Watch
+from verl.cluster.ray_worker import RayWorkers, Watch, dumpable, use_network
 from verl.cluster.start import EventLog
 from verl.cluster.threads import worker_environment
 from verl.config import Config
@@ -30,36 +30,41 @@ from verl.run_dir import RunDir
 def started_groups(
     config: Config, plan: Plan, report: Callable[[str], None], log: EventLog
 ) -> Iterator[list[RayWorkers]]:
-    """The processes of the plan's groups, each with its share of the cores; those of a group on one machine.
+    """The processes of the plan's groups, each with its share of the cores, on the group's number of machines.
 
     Raises:
         ClusterError: there is no room for them within ``cluster.start_timeout``.
     """
     from verl.cluster.worker import Worker
 
-    meeting = Path(tempfile.gettempdir()) / f"verl-ranks-{secrets.token_hex(16)}"
+    apart = any(group.nodes > 1 for group in plan.groups)
+    # Ranks meet over a file that all of them reach.
+    folder = RunDir(config.run_dir).path.absolute() if apart else Path(tempfile.gettempdir())
+    for left in folder.glob("verl-ranks-*") if apart else ():  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    meeting = folder / f"verl-ranks-{secrets.token_hex(16)}"
     deadline = time.monotonic() + config.cluster.start_timeout
     watch = Watch(config.cluster.stall_seconds, report, log)
     places: list[Any] = []
     workers: list[RayWorkers] = []
     try:
-        # Ranks meet over a file and the loopback interface.
-        places += [placement_group([group.needs()] * group.count, strategy="STRICT_PACK") for group in plan.groups]
+        places += map(_reserved, plan.groups)
         _await_room(places, plan.groups, config.cluster.start_timeout, report)
         for place, group in zip(places, plan.groups, strict=True):
             file = str(meeting.with_name(f"{meeting.name}-{len(workers)}") / "ranks")
             options = ray_options(group, config, group.roles)
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place)
             # Who scores what others sample hears of it beside whatever else it does.
             listens = "reward" in group.roles and (group.count > 1 or "rollout" not in group.roles)
             first = ray.remote(concurrency_groups={LISTENING: 1}) if listens else ray.remote
             actors = [
-                (first if rank == 0 else ray.remote)(Worker).options(**options).remote(config, None, group, rank, file)
+                (first if rank == 0 else ray.remote)(Worker)
+                .options(**options, scheduling_strategy=_place_of(rank, group, place))
+                .remote(config, None, group, rank, file)
                 for rank in range(group.count)
             ]
             workers.append(RayWorkers(actors, group.named_roles if len(plan.groups) > 1 else "", watch))
-        for worker in workers:
-            worker.await_processes(deadline - time.monotonic())
+        for worker, group in zip(workers, plan.groups, strict=True):
+            worker.await_processes(deadline - time.monotonic(), use_network if group.nodes > 1 else dumpable)
         yield workers
     finally:
         for worker in workers:
@@ -68,6 +73,18 @@ def started_groups(
             remove_placement_group(place)
         for folder in meeting.parent.glob(meeting.name + "-*"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reserved(group: Group) -> Any:
+    """A placement group: a part for each process on one machine, or for each machine one with all its processes."""
+    if group.nodes == 1:
+        return placement_group([group.needs()] * group.count, strategy="STRICT_PACK")
+    needs = {name: amount * group.on_one for name, amount in group.needs().items()}
+    return placement_group([needs] * group.nodes, strategy="STRICT_SPREAD")
+
+
+def _place_of(rank: int, group: Group, place: Any) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(place, -1 if group.nodes == 1 else rank // group.on_one)
 
 
 def ray_options(process: ProcessSpec, config: Config, roles: frozenset[str]) -> dict[str, Any]:

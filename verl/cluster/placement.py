@@ -43,16 +43,27 @@ class ProcessSpec:
         own = {"CPU": float(self.threads), "GPU": self.gpus, "memory": (self.memory_gb or 0) * GIB, **self.resources}
         return {name: amount for name, amount in own.items() if amount}
 
+    @property
+    def on_one(self) -> int:
+        """Processes that must be on one machine together."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Group(ProcessSpec):
-    """Processes that work in step on the same roles, on one machine.
+    """Processes that work in step on the same roles.
 
     Attributes:
         roles: actor, critic, reference, reward; rollout where the actor's processes sample.
+        nodes: machines, each with as many of the processes.
     """
 
     roles: frozenset[str]
+    nodes: int = 1
+
+    @property
+    def on_one(self) -> int:
+        return self.count // self.nodes
 
     @property
     def named_roles(self) -> str:
@@ -127,56 +138,65 @@ def make_plan(config: Config, cores: int, gpus: int, reserved: bool = False) -> 
     workers = list(place.rollout) if place.rollout_alone and not inline else ["rollout"] * overlap
     if not workers:
         pools[place.actor].add("rollout")
-
-    def spec(name: str, modelless: bool = False) -> dict[str, Any]:
-        pool = PoolConfig() if inline else config.cluster.pool(name)
-        device, share = pool.device or config.trainer.device, pool.gpus
-        asked = config.trainer.n_gpus_per_node if name == place.actor else "auto"
-        if device == "cpu" or (device == "auto" and (asked == 0 or (asked == "auto" and not gpus))):
-            share = 0.0 if device == "cpu" else share or 0.0
-        elif share is None:
-            share = float(not modelless)
-        return {
-            "pool": name,
-            "threads": pool.threads or config.cluster.threads or 0,
-            "gpus": share,
-            "memory_gb": pool.memory_gb,
-            "resources": pool.resources,
-            "device": "cuda" if share else "cpu",
-            "env": pool.env,
-        }
-
     rollout = tuple(
-        WorkerSpec(
-            count=config.cluster.pool(name).processes or 1,
-            kv_cache_gb=config.cluster.pool(name).kv_cache_gb,
-            **spec(name),
-        )
+        WorkerSpec(kv_cache_gb=config.cluster.pool(name).kv_cache_gb, **_process(config, name, gpus))
         for name in workers
     )
     groups: list[Group] = []
-    no_model = config.reward.model.path is None
     for name, roles in reversed(pools.items()):  # the actor's last: the number of its ranks may be what GPUs are left
-        count = config.ranks_of(min(roles & set(TRAINED))) if not inline else 1
-        if count is None:
-            taken = sum(other.count * other.gpus for other in (*groups, *rollout))
-            count = max(1, int(gpus - taken))
-        groups.insert(
-            0,
-            Group(
-                count=1 if roles == {"reward"} else count,
-                roles=frozenset(roles),
-                **spec(name, roles == {"reward"} and no_model),
-            ),
-        )
+        taken = sum(other.count * other.gpus for other in (*groups, *rollout))
+        groups.insert(0, _group(config, name, frozenset(roles), gpus, taken))
     first = sum(spec.count for spec in rollout)
     most = max(first, config.rollout.max_workers or 0) if rollout else 0
-    plan = Plan(tuple(groups), rollout, overlap or reserved, most)
+    return _with_threads(Plan(tuple(groups), rollout, overlap or reserved, most), cores, most - first)
+
+
+def _process(config: Config, name: str, gpus: int, modelless: bool = False) -> dict[str, Any]:
+    """What the configuration says of a pool's processes; 0 threads: nothing."""
+    inline = config.cluster.backend == "inline"
+    pool = PoolConfig() if inline else config.cluster.pool(name)
+    device, share = pool.device or config.trainer.device, pool.gpus
+    asked = config.trainer.n_gpus_per_node if name == config.cluster.placement.actor else "auto"
+    if device == "cpu" or (device == "auto" and (asked == 0 or (asked == "auto" and not gpus))):
+        share = 0.0 if device == "cpu" else share or 0.0
+    elif share is None:
+        share = float(not modelless)
+    return {
+        "pool": name,
+        "count": pool.processes or 1,
+        "threads": pool.threads or config.cluster.threads or 0,
+        "gpus": share,
+        "memory_gb": pool.memory_gb,
+        "resources": pool.resources,
+        "device": "cuda" if share else "cpu",
+        "env": pool.env,
+    }
+
+
+def _group(config: Config, name: str, roles: frozenset[str], gpus: int, taken: float) -> Group:
+    """``taken``: GPUs of each machine that others have."""
+    alone = roles == {"reward"}
+    process = _process(config, name, gpus, alone and config.reward.model.path is None)
+    if alone or config.cluster.backend == "inline":
+        return Group(**process | {"count": 1}, roles=roles)
+    count, nodes = config.ranks_of(min(roles & set(TRAINED))), config.nodes_of(name)
+    if count is None:
+        count = max(1, int(gpus - taken)) * nodes
+    return Group(**process | {"count": count}, roles=roles, nodes=nodes)
+
+
+def _with_threads(plan: Plan, cores: int, later: int) -> Plan:
+    """With the threads that nobody chose: the cores of a machine, shared by those of it that compute at once.
+
+    Args:
+        later: rollout workers that may come.
+    """
     threads: dict[str, int] = {}
     for phase in plan.phases():
+        here = {p.pool: p.count // (p.nodes if isinstance(p, Group) else 1) for p in phase}
         open_ = [p for p in phase if not p.threads]
-        left = cores - sum(p.count * p.threads for p in phase)
-        sharing = sum(p.count for p in open_) + (most - first) * any(isinstance(p, WorkerSpec) for p in open_)
+        left = cores - sum(here[p.pool] * p.threads for p in phase)
+        sharing = sum(here[p.pool] for p in open_) + later * any(isinstance(p, WorkerSpec) for p in open_)
         threads |= {p.pool: max(1, left // sharing) for p in open_}
 
     def settled(process: Any) -> Any:
@@ -213,19 +233,33 @@ def require(plan: Plan, machines: Sequence[Machine], where: str, shared: bool) -
     for process in processes:
         for name, amount in process.needs().items():
             wanted[name] = wanted.get(name, 0.0) + process.count * amount
-    if shared:
+    if max(group.nodes for group in plan.groups) > len(machines):
+        del wanted["CPU"]  # each of them has its own
+    elif shared:
         wanted["CPU"] = max(_cores_wanted(phase) for phase in plan.phases())
     there = {name: sum(machine.get(name, 0.0) for machine in machines) for name in wanted}
     short = {name: (amount, there[name]) for name, amount in wanted.items() if amount > there[name]}
     if short:
         raise ClusterError(f"more was asked for than {where} has", _against(short), _fix(plan, short, shared))
     for process in processes:
-        unit = process.count if isinstance(process, Group) else 1
-        needs = {name: unit * amount for name, amount in process.needs().items()}
-        if not any(all(machine.get(name, 0.0) >= amount for name, amount in needs.items()) for machine in machines):
-            best = max(machines, key=lambda m: sum(min(m.get(k, 0.0) / v, 1.0) for k, v in needs.items()))
+        unit, nodes = process.on_one, process.nodes if isinstance(process, Group) else 1
+        if nodes > len(machines):
             raise ClusterError(
-                f"no machine of {where} has room for the {unit} process(es) of cluster.pools.{process.pool}, "
+                f"more machines were asked for than {where} has: {len(machines)}",
+                f"trainer.nnodes={nodes}"
+                if process is plan.groups[0]
+                else f"cluster.pools.{process.pool}.nodes={nodes}",
+                "join a Ray cluster that has them (cluster.address), or set trainer.nnodes=1 (actor.world_size or "
+                "trainer.n_gpus_per_node is the number of ranks there)",
+            )
+        needs = {name: unit * amount for name, amount in process.needs().items()}
+        having = [all(machine.get(name, 0.0) >= amount for name, amount in needs.items()) for machine in machines]
+        if sum(having) < nodes:
+            poor = [machine for machine, has in zip(machines, having, strict=True) if not has]
+            best = max(poor, key=lambda m: sum(min(m.get(k, 0.0) / v, 1.0) for k, v in needs.items()))
+            few = f"only {sum(having)} of {nodes} machines" if any(having) else "no machine"
+            raise ClusterError(
+                f"{few} of {where} has room for the {unit} process(es) of cluster.pools.{process.pool}, "
                 "which must be on one",
                 _against({name: (amount, best.get(name, 0.0)) for name, amount in needs.items()}),
                 f"lower what cluster.pools.{process.pool} asks for",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
+import socket
+import struct
 import tempfile
 import threading
 import time
@@ -32,6 +35,7 @@ from verl.rollout.protocol import EngineStats, Request, Result
 
 GRACE_SECONDS = 5.0  # after a failure, for the other ranks
 DUMP_SECONDS = 0.5
+SIOCGIFADDR = 0x8915  # an interface's address, of netdevice(7)
 MOST_OF_A_DUMP = 8000  # characters
 
 
@@ -61,14 +65,14 @@ class RayWorkers:
         self._turn = threading.Lock()
         self._scorer: RayWorkers | None = None
 
-    def await_processes(self, seconds: float) -> None:
-        """Until all have started.
+    def await_processes(self, seconds: float, first: Callable[[object], tuple[str, int, int]]) -> None:
+        """Until all have started, and called ``first``: :func:`dumpable` or :func:`use_network`.
 
         Raises:
             ClusterError: not within that time.
         """
         try:
-            self._stacks = ray.get([a.__ray_call__.remote(dumpable) for a in self._actors], timeout=max(0.0, seconds))
+            self._stacks = ray.get([a.__ray_call__.remote(first) for a in self._actors], timeout=max(0.0, seconds))
         except GetTimeoutError as error:
             raise ClusterError(
                 f"{self._who(0)} did not start within cluster.start_timeout",
@@ -263,6 +267,18 @@ def dumpable(worker: object) -> tuple[str, int, int]:
     worker.stacks = file  # type: ignore[attr-defined]
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     return ray.get_runtime_context().get_node_id(), os.getpid(), file.fileno()
+
+
+def use_network(worker: object) -> tuple[str, int, int]:
+    """As :func:`dumpable`; and ranks on other machines are met over the interface that Ray uses, or the user's own."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                found = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == ray.util.get_node_ip_address():
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    return dumpable(worker)
 
 
 def stack_of(node: str, process: int, descriptor: int) -> str:

@@ -104,13 +104,6 @@ def require_machine(config: Config) -> None:
     if config.profiler.tool == "nsight" and config.cluster.address is None and shutil.which("nsys") is None:
         fix = "install Nsight Systems, or set profiler.tool=torch"
         raise ClusterError("profiler.tool=nsight, and this machine has no nsys", None, fix)
-    if config.trainer.nnodes > 1:
-        raise ClusterError(
-            "more than one machine was asked for, and the ranks of a role must be on one",
-            f"trainer.nnodes={config.trainer.nnodes}",
-            "set trainer.nnodes=1; actor.world_size or trainer.n_gpus_per_node is the number of ranks there, and "
-            "cluster.placement can put other roles on other machines of a Ray cluster",
-        )
 
 
 def _describe(plan: Plan, own: bool, report: Report) -> None:

@@ -44,10 +44,16 @@ def ranks(config: Config, role: str = "actor") -> int | None:
     if config.actor.world_size is not None:
         return config.actor.world_size
     if config.device_of("actor") == "cpu":
-        return trainer.nnodes
+        return nodes(config, cluster.placement.actor)
     if trainer.n_gpus_per_node == "auto":
         return None
-    return trainer.nnodes * max(1, trainer.n_gpus_per_node)
+    return nodes(config, cluster.placement.actor) * max(1, trainer.n_gpus_per_node)
+
+
+def nodes(config: Config, pool: str) -> int:
+    """Machines that the ranks of a pool are spread over."""
+    own = config.cluster.pool(pool).nodes
+    return own or (config.trainer.nnodes if pool == config.cluster.placement.actor else 1)
 
 
 def _sizes(config: Config, role: str) -> _Sizes:
@@ -129,12 +135,22 @@ def _world_size_problems(config: Config) -> Iterator[Problem]:
         "actor.world_size": config.actor.world_size,
     }
     if isinstance(gpus, int) and gpus and config.device_of("actor") != "cpu":
-        said[f"trainer.n_gpus_per_node={gpus} x trainer.nnodes={trainer.nnodes}"] = gpus * trainer.nnodes
+        machines = nodes(config, pool)
+        said[f"trainer.n_gpus_per_node={gpus} x trainer.nnodes={machines}"] = gpus * machines
     given = {key: number for key, number in said.items() if number is not None}
     if len(set(given.values())) > 1:
         what = "the number of training ranks is given more than once, and differently"
         yield Problem(what, ", ".join(f"{key}: {number}" for key, number in given.items()), "keep one of them")
+    own = cluster.pool(pool).nodes
+    if own is not None and trainer.nnodes not in (1, own):
+        value = f"trainer.nnodes: {trainer.nnodes}, cluster.pools.{pool}.nodes: {own}"
+        yield Problem("the number of machines that train is given twice, and differently", value, "keep one of them")
     many = {role: ranks(config, role) for role in TRAINED}
+    for name, number in {cluster.placement.pool_of(role): number for role, number in many.items()}.items():
+        if number is not None and number % nodes(config, name):
+            value = f"{number} processes, {nodes(config, name)} machines"
+            fix = "give a multiple (actor.world_size and processes count those of all machines)"
+            yield Problem(f"each machine of the pool {name} must have as many of its processes", value, fix)
     if set(many.values()) != {1} and config.actor.strategy == "fsdp2" and config.actor.auto_micro_batch:
         what = "actor.auto_micro_batch cannot start a pass over whose layers are gathered from all ranks"
         lower = "set actor.auto_micro_batch=false and lower actor.ppo_max_token_len_per_gpu"

@@ -149,6 +149,10 @@ class Config(Section):
         """Processes in the pool of a role other than rollout; None as for :attr:`ranks`."""
         return batches.ranks(self, role)
 
+    def nodes_of(self, pool: str) -> int:
+        """Machines that the training ranks of a pool are spread over."""
+        return batches.nodes(self, pool)
+
     def device_of(self, role: str) -> str:
         """Where a role other than rollout computes: auto, cpu or cuda."""
         cluster = self.cluster

@@ -23,6 +23,7 @@ class PoolConfig(Section):
     acts_in: ClassVar[str] = "start: the workers"
 
     processes: Annotated[int, Unit("processes")] | None = Field(None, ge=1)
+    nodes: Annotated[int, Unit("machines")] | None = Field(None, ge=1)
     threads: Annotated[int, Unit("threads")] | None = Field(None, ge=1)
     gpus: Annotated[float, Unit("GPUs")] | None = Field(None, ge=0)
     memory_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
@@ -93,8 +94,8 @@ class ClusterConfig(Section):
     """CPU threads of each process whose pool does not say it; null: the cores, shared by the processes that work at
     once."""
     pools: FreeDict = Field(default_factory=dict)
-    """Processes by the name of their pool: {name: {processes, threads, gpus, memory_gb, resources, device, env,
-    kv_cache_gb}}; docs/cluster.md says what each does."""
+    """Processes by the name of their pool: {name: {processes, nodes, threads, gpus, memory_gb, resources, device,
+    env, kv_cache_gb}}; docs/cluster.md says what each does."""
     placement: PlacementConfig = part(PlacementConfig)
     start_timeout: Seconds = field(120.0, "Seconds to wait until all workers have started.", gt=0)
     collective_timeout: Seconds = Field(1800.0, gt=0, **in_stage("update and process: sums over ranks"))
@@ -139,6 +140,10 @@ class ClusterConfig(Section):
                     "actor's processes can sample",
                     name,
                     f"give the workers a pool of their own, or set cluster.placement.rollout={placement.actor}",
+                )
+            elif (nodes := self.pool(name).nodes) is not None:
+                yield Problem(
+                    f"cluster.pools.{name} is of rollout workers, any machine's", f"nodes: {nodes}", "remove it"
                 )
         yield from self._unequal_processes()
 

@@ -25,10 +25,8 @@ from math import inf
 from verl.errors import EngineError
 from verl.rollout.protocol import Request, Result, Resume, Slot
 
-# Weight of all earlier responses in a worker's speed when one more is finished.
-SPEED_MEMORY = 0.95
-# So many prompts in a row that fail at the first attempt, while none succeeds and no older one is left to hope for, are
-# taken for an engine that fails with all.
+SPEED_MEMORY = 0.95  # weight of all earlier responses in a worker's speed when one more is finished
+# Prompts in a row that fail at the first attempt, while none succeeds and no older one is left to hope for: all do.
 HOPELESS_PROMPTS = 8
 
 
@@ -278,9 +276,8 @@ class Dispatcher:
         self._enqueue(back, front=True)
 
     def fail(self, worker: str, slots: Iterable[Slot], reason: str, now: float) -> None:
-        """The engine failed with these prompts. They are tried again, after all others, or lost.
-
-        Another worker tries them where one has a place.
+        """The engine failed with these. They are tried again after all others, by another worker that has a place if
+        there is one, or lost.
 
         Raises:
             EngineError: it fails with all prompts.

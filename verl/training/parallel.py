@@ -107,7 +107,8 @@ ALONE = Ranks()
 
 
 def join_ranks(ranks: Ranks, rendezvous: str, seconds: float, device: torch.device) -> None:
-    """Make the process group of all ranks on one machine: gloo over the loopback interface, NCCL between GPUs.
+    """Make the process group of all ranks: gloo, NCCL between GPUs; over the loopback interface, unless the
+    environment names another (ranks on several machines).
 
     Args:
         rendezvous: a file that all ranks can reach; no port is opened to meet.
