@@ -15,6 +15,7 @@ from verl.diagnostics import checks_machine, doctor
 from verl.diagnostics.checks_machine import GIB, Machine
 from verl.diagnostics.doctor import examine
 from verl.diagnostics.evidence import Evidence, steps_text
+from verl.diagnostics.kinds import KINDS
 from verl.tracking.samples import SampleRow
 
 FIT = Machine(cores=4, load=1.0, memory=16 * GIB, swap_used=0, disk_free=100 * GIB, shared_free=8 * GIB)
@@ -58,6 +59,11 @@ def test_a_machine_that_is_not_fit(change: dict[str, Any], name: str) -> None:
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     here = Machine.here(tmp_path / "not" / "there")
     assert here.cores >= 1 and here.memory > GIB / 2 and here.disk_free > 0
+
+
+def test_every_kind_of_finding_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert [name for name in KINDS if f"`{name}`" not in page] == []
 
 
 def test_steps_in_words() -> None:

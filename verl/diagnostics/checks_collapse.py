@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.diagnostics.evidence import Evidence, Finding, course, mean, steps_text
+from verl.diagnostics.kinds import finding
 from verl.tracking import names
 
 NGRAM = 4
@@ -15,13 +16,8 @@ def entropy(evidence: Evidence) -> Iterator[Finding]:
     limit, found = evidence.limits.entropy, evidence.series(names.ENTROPY)
     low = [step for step, value in found.items() if limit is not None and value < limit]
     if low:
-        yield Finding(
-            "entropy_collapsed",
-            "error",
-            "The policy has collapsed: it always says the same",
-            f"entropy {course(found)} nats a token, below {limit:g} at {steps_text(low)}",
-            "a learning rate that is too high, clipping that favours what is likely already, too little data",
-            "lower actor.optim.lr, raise actor.clip_ratio_high or actor.entropy_coeff, use a KL term",
+        yield finding(
+            "entropy_collapsed", f"entropy {course(found)} nats a token, below {limit:g} at {steps_text(low)}"
         )
 
 
@@ -35,13 +31,13 @@ def length(evidence: Evidence) -> Iterator[Finding]:
     off = [step for step, value in list(found.items())[3:] if value > limit * usual or value * limit < usual]
     if off:
         grew = found[off[-1]] > usual
-        yield Finding(
+        yield finding(
             "length_runaway",
-            "warning",
-            f"Responses became {'much longer' if grew else 'much shorter'} than they were",
             f"mean length {course(found)} tokens, more than a factor {limit:g} from the start at {steps_text(off)}",
-            "the reward pays length, or the policy no longer ends" if grew else "the reward pays brevity, or collapse",
-            "look at the samples; mask or penalise length (reward.overlong_buffer, algorithm.mask_truncated)",
+            how="longer" if grew else "shorter",
+            cause="the reward pays length, or the policy no longer ends"
+            if grew
+            else "the reward pays brevity, or collapse",
         )
 
 
@@ -49,14 +45,7 @@ def cut(evidence: Evidence) -> Iterator[Finding]:
     shares = evidence.series("response_length/clip_ratio")
     late = list(shares.values())[-10:]
     if late and mean(late) > 0.9:
-        yield Finding(
-            "responses_cut",
-            "warning",
-            "Nearly all responses are cut at the length limit",
-            f"{mean(late):.0%} in the last {len(late)} steps",
-            "data.max_response_length too short, a model that does not end (a base model, a wrong end token)",
-            "raise data.max_response_length, or name the end with rollout.stop or rollout.stop_token_ids",
-        )
+        yield finding("responses_cut", f"{mean(late):.0%} in the last {len(late)} steps")
 
 
 def repetition(evidence: Evidence) -> Iterator[Finding]:
@@ -66,13 +55,9 @@ def repetition(evidence: Evidence) -> Iterator[Finding]:
     long = [text for text in texts if len(text) >= 8 * NGRAM]
     looping = [text for text in long if _distinct(text) < 0.2]
     if len(looping) >= max(4, 0.3 * len(texts)):
-        yield Finding(
+        yield finding(
             "repetition",
-            "warning",
-            "Responses repeat themselves",
             f"{len(looping)} of {len(texts)} responses of step {max(evidence.samples)}: {looping[0][-40:]!r}",
-            "collapse, or a reward that pays it",
-            "go on from an earlier checkpoint; pay repetition off in the reward (rule repetition)",
         )
 
 

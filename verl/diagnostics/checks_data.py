@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from verl.diagnostics.evidence import Evidence, Finding, mean
+from verl.diagnostics.kinds import finding
 
 SHORT_TRUTH = 4  # characters; a shorter ground truth stands in a prompt by chance, as verl data inspect has it
-_INSPECT = "verl data inspect shows the rows"
 
 
 def unusable(evidence: Evidence) -> Iterator[Finding]:
@@ -22,23 +22,9 @@ def unusable(evidence: Evidence) -> Iterator[Finding]:
     empty = {reason: count for reason, count in reasons.items() if "ground truth" in reason}
     other = {reason: count for reason, count in reasons.items() if reason not in empty}
     if empty:
-        yield Finding(
-            "truth_empty",
-            "error",
-            "Rows without a ground truth",
-            f"{sum(empty.values())} rows: {max(empty, key=empty.__getitem__)}",
-            "the answers are in another column, or were lost in a conversion",
-            f"set data.answer_key; {_INSPECT}",
-        )
+        yield finding("truth_empty", f"{sum(empty.values())} rows: {max(empty, key=empty.__getitem__)}")
     if other:
-        yield Finding(
-            "rows_unusable",
-            "warning",
-            "Rows that cannot be used",
-            f"{sum(other.values())} rows: {max(other, key=other.__getitem__)}",
-            "damaged or foreign rows",
-            _INSPECT,
-        )
+        yield finding("rows_unusable", f"{sum(other.values())} rows: {max(other, key=other.__getitem__)}")
 
 
 def too_long(evidence: Evidence) -> Iterator[Finding]:
@@ -52,14 +38,7 @@ def too_long(evidence: Evidence) -> Iterator[Finding]:
         return
     if share > 0.05:
         limit = f" (data.max_prompt_length={config.data.max_prompt_length})" if config else ""
-        yield Finding(
-            "prompts_too_long",
-            "warning",
-            "Many prompts do not fit the limit: they are left out or cut",
-            f"{share:.0%} {of}{limit}",
-            "a limit that is too short for this data",
-            "raise data.max_prompt_length, or data.filter_overlong_prompts=true to leave them out on purpose",
-        )
+        yield finding("prompts_too_long", f"{share:.0%} {of}{limit}")
 
 
 def duplicates(evidence: Evidence) -> Iterator[Finding]:
@@ -72,32 +51,11 @@ def duplicates(evidence: Evidence) -> Iterator[Finding]:
             prompts |= {":".join(row.uid.split(":")[2:]): row.prompt for row in rows}
         found, total, where = len(prompts) - len(set(prompts.values())), len(prompts), "among the sampled prompts"
     if found > 0.02 * total:
-        yield Finding(
-            "duplicates",
-            "warning",
-            "The same prompt stands in several rows",
-            f"{found} of {total} rows repeat another ({where})",
-            "files that were joined twice, or a template without its question",
-            f"remove them; {_INSPECT}",
-        )
+        yield finding("duplicates", f"{found} of {total} rows repeat another ({where})")
     if evidence.data is not None and evidence.data.conflicting:
-        yield Finding(
-            "truths_conflict",
-            "warning",
-            "The same prompt has different ground truths",
-            f"{evidence.data.conflicting} rows",
-            "a question with several answers, or a mistake of the labels",
-            _INSPECT,
-        )
+        yield finding("truths_conflict", f"{evidence.data.conflicting} rows")
     if evidence.overlap:
-        yield Finding(
-            "validation_in_training",
-            "warning",
-            "Validation prompts stand in the training data, so validation does not measure what is new",
-            f"{evidence.overlap} prompts",
-            "a split made after duplicates were made, or the same file twice",
-            "remove them from data.train_files",
-        )
+        yield finding("validation_in_training", f"{evidence.overlap} prompts")
 
 
 def leaked(evidence: Evidence) -> Iterator[Finding]:
@@ -111,13 +69,10 @@ def leaked(evidence: Evidence) -> Iterator[Finding]:
         inside = [row for row in held if re.search(rf"(?<!\w){re.escape(row.ground_truth.strip())}(?!\w)", row.prompt)]
         found, total, where = len(inside), len(rows), " among the sampled ones"
     if total and found > 0.05 * total:
-        yield Finding(
+        yield finding(
             "answer_in_prompt",
-            "error" if found > 0.5 * total else "warning",
-            "The ground truth stands in the prompt, so copying is enough",
             f"{found} of {total} prompts{where}",
-            "a template that shows the answer, or a few-shot example of the same row",
-            f"take it out of the prompt; {_INSPECT}",
+            severity="error" if found > 0.5 * total else "warning",
         )
 
 

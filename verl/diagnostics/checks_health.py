@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from verl.diagnostics.evidence import MAX_LISTED, Evidence, Finding, few, steps_text
+from verl.diagnostics.kinds import finding
 from verl.json_lines import json_line
 from verl.run_dir import EventRecord
 from verl.tracking import names
@@ -34,14 +35,7 @@ def stopped(evidence: Evidence) -> Iterator[Finding]:
     if last is None or last.kind != "stopped":
         return
     after = f" after step {last.step}" if last.step is not None else ""
-    yield Finding(
-        "stopped",
-        "warning",
-        f"The run stopped{after}",
-        _text(last.detail) or "no reason noted",
-        "Ctrl-C, a kill, or the error that verl train told",
-        "the same command goes on from the last checkpoint",
-    )
+    yield finding("stopped", _text(last.detail) or "no reason noted", after=after)
 
 
 def counters(evidence: Evidence) -> Iterator[Finding]:
@@ -74,14 +68,7 @@ def not_finite(evidence: Evidence) -> Iterator[Finding]:
     for name, where in nulls.items():
         by_steps.setdefault(tuple(where), []).append(name)
     for steps, found in by_steps.items():
-        yield Finding(
-            "not_finite",
-            "warning",
-            "Not a finite number",
-            f"{few(found, MAX_LISTED)} ({steps_text(steps)})",
-            "an overflow, a division by zero, or rewards that are not finite",
-            "look at the samples of the first such step; lower the learning rate",
-        )
+        yield finding("not_finite", f"{few(found, MAX_LISTED)} ({steps_text(steps)})")
 
 
 def trouble(evidence: Evidence) -> Iterator[Finding]:

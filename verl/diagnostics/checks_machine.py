@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl.diagnostics.evidence import Evidence, Finding
+from verl.diagnostics.kinds import finding
 
 GIB = 2**30
 
@@ -88,23 +89,13 @@ def threads(evidence: Evidence) -> Iterator[Finding]:
     ranks = (config.ranks or 1) if config is not None else 1
     asked = (given or (int(machine.threads) if machine.threads.isdigit() else 0)) * ranks
     if asked > machine.cores:
-        yield Finding(
+        yield finding(
             "threads_over_subscribed",
-            "warning",
-            "More threads than cores: they fight for them",
             f"{asked} threads ({ranks} ranks), {machine.cores} cores",
-            "OMP_NUM_THREADS or cluster.threads set for another machine",
-            f"at most {max(1, machine.cores // ranks)} threads a rank, or leave both unset",
+            most=max(1, machine.cores // ranks),
         )
     if machine.load > 1.5 * machine.cores:
-        yield Finding(
-            "machine_busy",
-            "warning",
-            "The machine is busy with more work than it has cores",
-            f"load {machine.load:.1f}, {machine.cores} cores",
-            "other programs, or another run",
-            "wait for them, or give each run its own cores (taskset)",
-        )
+        yield finding("machine_busy", f"load {machine.load:.1f}, {machine.cores} cores")
 
 
 def memory(evidence: Evidence) -> Iterator[Finding]:
@@ -112,44 +103,22 @@ def memory(evidence: Evidence) -> Iterator[Finding]:
     if machine is None:
         return
     if machine.swap_used > 0.1 * machine.memory:
-        yield Finding(
-            "swapping",
-            "warning",
-            "The machine swaps, which makes training crawl",
-            f"{machine.swap_used / GIB:.1f} GiB in swap, {machine.memory / GIB:.1f} GiB of memory",
-            "too little memory for what runs",
-            "end other programs; smaller actor.ppo_max_token_len_per_gpu and rollout.max_num_seqs",
+        yield finding(
+            "swapping", f"{machine.swap_used / GIB:.1f} GiB in swap, {machine.memory / GIB:.1f} GiB of memory"
         )
     if machine.disk_free < 5 * GIB:
-        yield Finding(
+        yield finding(
             "disk_full",
-            "error" if machine.disk_free < GIB / 2 else "warning",
-            "Little room on the disk of the run folder",
             f"{machine.disk_free / GIB:.1f} GiB free",
-            "checkpoints hold weights and optimizer: 12 bytes a parameter each",
-            "free space, lower trainer.keep_last, or another trainer.default_local_dir",
+            severity="error" if machine.disk_free < GIB / 2 else "warning",
         )
     if config is not None and config.cluster.backend == "ray" and machine.shared_free < GIB:
-        yield Finding(
-            "shared_memory_small",
-            "warning",
-            "Little shared memory for Ray's objects",
-            f"{machine.shared_free / GIB:.2f} GiB free in /dev/shm",
-            "a container with the default of 64 MB",
-            "start the container with --shm-size=8g, or cluster.backend=inline",
-        )
+        yield finding("shared_memory_small", f"{machine.shared_free / GIB:.2f} GiB free in /dev/shm")
 
 
 def versions(evidence: Evidence) -> Iterator[Finding]:
     if evidence.machine is not None and evidence.machine.wrong_versions:
-        yield Finding(
-            "versions",
-            "warning",
-            "Packages in other versions than VeRL asks for",
-            "; ".join(evidence.machine.wrong_versions),
-            "another program's requirements in the same environment",
-            "pip install --upgrade verl in an environment of its own",
-        )
+        yield finding("versions", "; ".join(evidence.machine.wrong_versions))
 
 
 CHECKS = (threads, memory, versions)

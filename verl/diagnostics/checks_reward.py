@@ -8,10 +8,10 @@ from statistics import stdev
 from typing import Any
 
 from verl.diagnostics.evidence import Evidence, Finding, mean
+from verl.diagnostics.kinds import finding
 from verl.tracking import names
 from verl.tracking.samples import SampleRow
 
-_TRY = "verl reward test shows what the function gives to which response"
 LEAST_ROWS = 8  # responses on each side of a comparison
 
 
@@ -21,14 +21,7 @@ def constant(evidence: Evidence) -> Iterator[Finding]:
     values = {*least.values(), *most.values()}
     responses = sum(evidence.series("reward/scored").values())
     if len(least) >= 2 and len(values) == 1:
-        yield Finding(
-            "reward_constant",
-            "error",
-            "Every response gets the same score, so nothing is learnt",
-            f"{values.pop():g} for all {responses:g} responses of {len(least)} steps",
-            "the reward ignores the response, never finds the answer, or the task is far too hard or too easy",
-            f"{_TRY}; look at the samples",
-        )
+        yield finding("reward_constant", f"{values.pop():g} for all {responses:g} responses of {len(least)} steps")
 
 
 def zero_spread(evidence: Evidence) -> Iterator[Finding]:
@@ -41,14 +34,7 @@ def zero_spread(evidence: Evidence) -> Iterator[Finding]:
         return
     late = list(shares.values())[-10:]
     if mean(late) > 0.7:
-        yield Finding(
-            "groups_without_spread",
-            "warning",
-            "In most groups all responses have the same score, so they teach nothing",
-            f"{mean(late):.0%} of the groups of the last {len(late)} steps",
-            "prompts that the model always or never solves, or groups that are too small",
-            "algorithm.filter_groups.enable=true, a larger rollout.n, or a data.sampler that prefers others",
-        )
+        yield finding("groups_without_spread", f"{mean(late):.0%} of the groups of the last {len(late)} steps")
 
 
 def against_truth(evidence: Evidence) -> Iterator[Finding]:
@@ -66,31 +52,9 @@ def against_truth(evidence: Evidence) -> Iterator[Finding]:
         f"{mean(wrong):.4g} of {len(wrong)} that do not"
     )
     if gain < 0 and -gain > max(3 * error, 0.05 * spread):
-        yield _inverted(figures)
+        yield finding("reward_inverted", figures)
     elif spread and abs(gain) < 0.2 * spread and error < 0.12 * spread:
-        yield _format_only("warning", figures)
-
-
-def _inverted(figures: str) -> Finding:
-    return Finding(
-        "reward_inverted",
-        "error",
-        "Wrong answers score higher than right ones",
-        figures,
-        "the sign is wrong, or the comparison with the ground truth is turned round",
-        f"{_TRY}; negate the score",
-    )
-
-
-def _format_only(severity: Any, figures: str) -> Finding:
-    return Finding(
-        "reward_format_only",
-        severity,
-        "Right and wrong answers score the same: the reward looks at something else than the answer",
-        figures,
-        "a reward for the format, or one that does not get the ground truth it expects",
-        f"{_TRY}; check data.answer_key and reward.reward_kwargs",
-    )
+        yield finding("reward_format_only", figures)
 
 
 def _truth_of(row: SampleRow) -> str:
@@ -106,13 +70,10 @@ def timed_out(evidence: Evidence) -> Iterator[Finding]:
     rows = [row for found in evidence.samples.values() for row in found]
     late = [row for row in rows if row.reason and re.search(r"time.?(d.)?out|seconds", row.reason, re.IGNORECASE)]
     if late:
-        yield Finding(
+        yield finding(
             "reward_timed_out",
-            "error" if len(late) > 0.2 * len(rows) else "warning",
-            "The reward function did not answer in time, so these responses train nothing",
             f"{len(late)} of {len(rows)} sampled responses: {str(late[0].reason)[:120]}",
-            "the function loops or waits on some responses, or reward.timeout is too short",
-            "bound what the function does, or raise reward.timeout and reward.num_workers",
+            severity="error" if len(late) > 0.2 * len(rows) else "warning",
         )
 
 
@@ -123,14 +84,7 @@ def follows_length(evidence: Evidence) -> Iterator[Finding]:
     found = correlation([float(score or 0) for score, _ in pairs], [float(length or 0) for _, length in pairs])
     if abs(found) > 0.9:
         longer = "longer" if found > 0 else "shorter"
-        yield Finding(
-            "reward_follows_length",
-            "warning",
-            f"The score hardly depends on anything but the length: {longer} responses score higher",
-            f"correlation {found:.2f} over {len(pairs)} responses",
-            "the reward counts words or steps, or penalises length more than it pays answers",
-            "score the answer; limit length with reward.overlong_buffer or reward.length_normalization",
-        )
+        yield finding("reward_follows_length", f"correlation {found:.2f} over {len(pairs)} responses", longer=longer)
 
 
 def collapsed(evidence: Evidence) -> Iterator[Finding]:
@@ -149,13 +103,9 @@ def collapsed(evidence: Evidence) -> Iterator[Finding]:
         if step > best and value - floor < (1 - limit) * (means[best] - floor) and means[best] - value > 0.15 * span
     ]
     if fallen:
-        yield Finding(
+        yield finding(
             "reward_collapsed",
-            "error",
-            "The reward fell far below what it had reached",
             f"{means[best]:.4g} around step {best}, {means[fallen[-1]]:.4g} around step {fallen[-1]}",
-            "the policy moved too far: a high learning rate, too many updates a batch, no KL term, stale responses",
-            "go on from an earlier checkpoint with a lower actor.optim.lr, or with actor.use_kl_loss=true",
         )
 
 
@@ -172,14 +122,10 @@ def one_pattern(evidence: Evidence) -> Iterator[Finding]:
     shared = _shared([row.response for row in best])
     having = sum(shared in row.response for row in rest)
     if len(shared.strip()) >= 4 and having < 0.2 * len(rest) and not any(shared in row.prompt for row in best):
-        yield Finding(
+        yield finding(
             "one_pattern",
-            "note",
-            "All of the best responses share a text that the others lack: a format that is wanted, or a trick",
             f"{shared[:60]!r} in {len(best)} responses to {len({row.prompt for row in best})} prompts "
             f"with the score {max(scores):g}, and in {having} of {len(rest)} others",
-            "the reward pays a pattern whatever the answer",
-            f"read some of them; {_TRY}",
         )
 
 
@@ -209,41 +155,24 @@ def of_trial(evidence: Evidence) -> Iterator[Finding]:
     if trial is None:
         return
     if trial.failed:
-        yield Finding(
+        yield finding(
             "reward_failed",
-            "error" if trial.failed == trial.tried else "warning",
-            "The reward function raised an error for known answers",
             f"{trial.failed} of {trial.tried}: {trial.reason[:160]}",
-            "a mistake in the function, or a ground truth that it does not understand",
-            _TRY,
+            severity="error" if trial.failed == trial.tried else "warning",
         )
     if trial.slowest > 1.0:
-        yield Finding(
-            "reward_slow",
-            "warning",
-            "The reward function is slow",
-            f"up to {trial.slowest:.1f} s for one response",
-            "",
-            "raise reward.num_workers, and check reward.timeout",
-        )
+        yield finding("reward_slow", f"up to {trial.slowest:.1f} s for one response")
     told = {form: own - other for form, (own, other) in trial.means.items() if own is not None and other is not None}
     best, worst = max(told, key=told.__getitem__, default=""), min(told, key=told.__getitem__, default="")
     if told and told[best] <= 0 and told[worst] < 0:
-        yield _inverted(_means(trial, worst))
+        yield finding("reward_inverted", _means(trial, worst))
     elif told and told[best] <= 0:
         seen = sorted({value for pair in trial.means.values() for value in pair if value is not None})
         if len(seen) > 1:
             best = max(trial.means, key=lambda form: trial.means[form][0] or 0.0)
-            yield _format_only("error", _means(trial, best))
+            yield finding("reward_format_only", _means(trial, best), severity="error")
         else:
-            yield Finding(
-                "reward_untested",
-                "note",
-                "No known way to write an answer makes a difference to the reward, so it could not be tested",
-                f"{seen[0]:g} for right and wrong answers alike",
-                "it wants another form, or does not compare with the ground truth",
-                f"{_TRY} (--template says how an answer is written)",
-            )
+            yield finding("reward_untested", f"{seen[0]:g} for right and wrong answers alike")
 
 
 def _means(trial: Any, form: str) -> str:

@@ -7,11 +7,11 @@ from itertools import pairwise
 from statistics import median, stdev
 
 from verl.diagnostics.evidence import Evidence, Finding, course, mean, steps_text
+from verl.diagnostics.kinds import finding
 from verl.tracking import names
 
 UNEVEN = 1000.0  # times that one layer's gradient may be another's
 MISMATCH = 0.02  # mean |p / q - 1| of two probabilities of one token that should be the same
-_REPLAY = "keep a step with trainer.dump_steps and look at it with verl replay"
 
 
 # --- advantages -----------------------------------------------------------------------------------------------------
@@ -27,38 +27,20 @@ def not_normalised(evidence: Evidence) -> Iterator[Finding]:
     centred = algorithm.uses("grpo") or algorithm.uses("rloo")
     if centred and spread and median(abs(mean(group)) / stdev(group) for group in spread) > 0.05:
         off = median(mean(group) for group in spread)
-        yield _not_as_configured("not_centred", "their mean in a group is not 0", f"{off:.4g} in the median group")
+        yield finding("advantages_not_centred", f"{off:.4g} in the median group", what="their mean in a group is not 0")
     normed = algorithm.uses("grpo") and algorithm.norm_adv_by_std_in_grpo
     if normed and spread and abs(median(map(stdev, spread)) - 1) > 0.05:
         what = "their standard deviation in a group is not 1"
-        yield _not_as_configured("not_normalised", what, f"{median(map(stdev, spread)):.4g} in the median group")
+        yield finding("advantages_not_normalised", f"{median(map(stdev, spread)):.4g} in the median group", what=what)
     means = evidence.series("critic/advantages/mean")
     if algorithm.uses("gae") and algorithm.whiten_advantages and means and max(map(abs, means.values())) > 1e-2:
-        yield _not_as_configured("not_normalised", "their mean over tokens is not 0", course(means))
-
-
-def _not_as_configured(name: str, what: str, figures: str) -> Finding:
-    return Finding(
-        f"advantages_{name}",
-        "error",
-        f"Advantages are not normalised as configured: {what}",
-        figures,
-        "an estimator of one's own under a built-in name, or a changed batch after the advantages",
-        "compare with docs/algorithms.md; name an estimator of your own in algorithm.custom_estimator",
-    )
+        yield finding("advantages_not_normalised", course(means), what="their mean over tokens is not 0")
 
 
 def scale(evidence: Evidence) -> Iterator[Finding]:
     largest = evidence.series("critic/advantages/max")
     if largest and median(largest.values()) > 20:
-        yield Finding(
-            "advantages_large",
-            "warning",
-            "Advantages are large, so one response can decide an update",
-            f"largest: {course(largest)}",
-            "scores of a large scale, without a division by their spread",
-            "scale the reward to about 1, or algorithm.norm_adv_by_std_in_grpo=true",
-        )
+        yield finding("advantages_large", f"largest: {course(largest)}")
 
 
 # --- KL -------------------------------------------------------------------------------------------------------------
@@ -69,14 +51,7 @@ def reference_is_base(evidence: Evidence) -> Iterator[Finding]:
     ratio = evidence.series("training/ref_ratio_diff_mean")
     started_here = any(event.kind == "started" for event in evidence.events)
     if started_here and ratio.get(1, 0.0) > MISMATCH:
-        yield Finding(
-            "reference_not_base",
-            "error",
-            "The reference is not the model that training started from",
-            f"probabilities differ by {ratio[1]:.1%} on average at step 1",
-            "the reference was loaded from elsewhere, in another dtype, or computes at another temperature",
-            "compare what was loaded with model.path",
-        )
+        yield finding("reference_not_base", f"probabilities differ by {ratio[1]:.1%} on average at step 1")
 
 
 def reference_is_frozen(evidence: Evidence) -> Iterator[Finding]:
@@ -85,13 +60,9 @@ def reference_is_frozen(evidence: Evidence) -> Iterator[Finding]:
     first = next((step for step, share in moved.items() if share > 0), None)
     later = {step: value for step, value in ratio.items() if first is not None and step > first}
     if later and max(later.values()) == 0:
-        yield Finding(
+        yield finding(
             "reference_moves",
-            "error",
-            "The reference moves with the policy, so the KL term is always zero",
             f"no probability differs at {steps_text(list(later))}, although weights changed from step {first} on",
-            "the reference shares its weights with the policy, or is loaded again from it",
-            "give the reference weights of its own",
         )
 
 
@@ -100,14 +71,7 @@ def reference_is_the_same(evidence: Evidence) -> Iterator[Finding]:
     sums = evidence.series("training/ref_checksum")
     changed = [step for (_, before), (step, now) in pairwise(sums.items()) if now != before]
     if changed:
-        yield Finding(
-            "reference_changes",
-            "error",
-            "The reference's weights change, so the KL term is not to the model that training started from",
-            f"their checksum is another one in {steps_text(changed)}: {course(sums)}",
-            "the reference is trained, copied from the policy now and then, or loaded from elsewhere after a restart",
-            "freeze it, and give it weights of its own; to move the anchor, start a run from a checkpoint",
-        )
+        yield finding("reference_changes", f"their checksum is another one in {steps_text(changed)}: {course(sums)}")
 
 
 def kl_exploded(evidence: Evidence) -> Iterator[Finding]:
@@ -117,13 +81,8 @@ def kl_exploded(evidence: Evidence) -> Iterator[Finding]:
     over = [step for step, (_, value) in found.items() if limit is not None and value > limit]
     if over:
         label, value = max((found[step] for step in over), key=lambda pair: pair[1])
-        yield Finding(
-            "kl_exploded",
-            "error",
-            "The policy is far from where it started",
-            f"{label} up to {value:.3g} nats a token, more than {limit:g} ({steps_text(over)})",
-            "a learning rate that is too high, a KL coefficient that is too low, or too many updates a batch",
-            "lower actor.optim.lr, or raise actor.kl_loss_coef (or algorithm.kl_ctrl.kl_coef)",
+        yield finding(
+            "kl_exploded", f"{label} up to {value:.3g} nats a token, more than {limit:g} ({steps_text(over)})"
         )
 
 
@@ -140,15 +99,11 @@ def kl_dominates(evidence: Evidence) -> Iterator[Finding]:
     coefficient = config.actor.kl_loss_coef if config is not None and config.actor.use_kl_loss else 0.0
     heavy += [step for step, value in loss.items() if coefficient * value > 1.0]
     if len(heavy) > 0.3 * max(len(scores), 1):
-        yield Finding(
+        yield finding(
             "kl_dominates",
-            "warning",
-            "The KL term outweighs the reward, so the policy is held where it is",
             f"penalty a response {course(in_reward)}, spread of the scores {course(spread)}"
             if penalised
             else f"coefficient x KL: {coefficient * max(loss.values()):.3g}, advantages are about 1",
-            "a coefficient that is too high for rewards of this scale",
-            "lower algorithm.kl_ctrl.kl_coef (or actor.kl_loss_coef)",
         )
 
 
@@ -158,59 +113,33 @@ def kl_dominates(evidence: Evidence) -> Iterator[Finding]:
 def learning_rate(evidence: Evidence) -> Iterator[Finding]:
     rates = evidence.series("actor/lr")
     if len(rates) >= 2 and max(rates.values()) == 0:
-        yield Finding(
-            "lr_zero",
-            "error",
-            "The learning rate is zero, so nothing is learnt",
-            f"in all of {steps_text(list(rates))}",
-            "actor.optim.lr=0, or a warm-up as long as the run",
-            "set actor.optim.lr; actor.optim.lr_warmup_steps well below the steps of the run",
-        )
+        yield finding("lr_zero", f"in all of {steps_text(list(rates))}")
 
 
 def no_gradient(evidence: Evidence) -> Iterator[Finding]:
     total = evidence.series(names.GRAD_NORM)
     trained = [step for step, value in total.items() if value > 0]
     if total and not trained and len(total) >= 2:
-        yield Finding(
-            "no_gradient",
-            "error",
-            "The gradient is zero, so nothing is learnt",
-            f"in all of {steps_text(list(total))}",
-            "no group has responses with different scores, or nothing of the model is trained",
-            "look at training/frac_reward_zero_std and at the samples",
-        )
+        yield finding("no_gradient", f"in all of {steps_text(list(total))}")
     prefix = f"{names.GRAD_NORM}/"
     parts = {name for line in evidence.steps for name in line if name.startswith(prefix)}
     for name in sorted(parts):
         if trained and not any(evidence.series(name).get(step, 0.0) > 0 for step in trained):
-            yield Finding(
+            yield finding(
                 "part_without_gradient",
-                "error",
-                f"A part of the model gets no gradient: {name.removeprefix(prefix)}",
                 f"{name} is 0 in {steps_text(trained)}, the whole norm {course(total)}",
-                "its parameters are frozen (requires_grad), or cut off from the loss",
-                "train all of the model, or ignore this where it is meant",
+                part=name.removeprefix(prefix),
             )
     least, most = (evidence.series(f"actor/layer_grad_norm/{end}") for end in ("min", "max"))
     known = [step for step in trained if step in least and most.get(step)]
     if known and not any(least[step] for step in known):
-        yield Finding(
+        yield finding(
             "layer_without_gradient",
-            "error",
-            "A layer of the model gets no gradient",
             f"the least of the layers' norms is 0 in {steps_text(known)}, the largest {course(most)}",
-            "its parameters are frozen (requires_grad), or cut off from the loss",
-            "train all of the model, or ignore this where it is meant",
         )
     elif known and (apart := median(most[step] / max(least[step], 1e-30) for step in known)) > UNEVEN:
-        yield Finding(
-            "layers_uneven",
-            "warning",
-            "Gradients vanish or explode on their way through the layers",
-            f"the largest of the layers' norms is {apart:.3g} times the least in the median step",
-            "a layer that saturates, broken initial weights, or a precision that is too low",
-            "look at the weights of the model; model.dtype=bfloat16 in place of float16",
+        yield finding(
+            "layers_uneven", f"the largest of the layers' norms is {apart:.3g} times the least in the median step"
         )
 
 
@@ -218,26 +147,18 @@ def weights_move(evidence: Evidence) -> Iterator[Finding]:
     moved, rates = evidence.series("actor/weights_moved"), evidence.series("actor/lr")
     meant = {step: share for step, share in moved.items() if rates.get(step, 0.0) > 0}
     if meant and mean(list(meant.values())) < 0.1:
-        yield Finding(
+        yield finding(
             "weights_unmoved",
-            "error",
-            "The weights do not change, although there is a gradient and a learning rate",
             f"{mean(list(meant.values())):.1%} of the watched weights changed in {steps_text(list(meant))}",
-            "the optimizer holds other tensors than the model, or steps are below the precision of the weights",
-            "raise actor.optim.lr; do not replace parameters after the start",
         )
 
 
 def clipped_away(evidence: Evidence) -> Iterator[Finding]:
     norms, config = [value for value in evidence.series(names.GRAD_NORM).values() if value > 0], evidence.config
     if norms and config is not None and median(norms) > 20 * config.actor.grad_clip:
-        yield Finding(
+        yield finding(
             "gradient_clipped_away",
-            "warning",
-            "Clipping cuts every gradient to a small part",
             f"gradient norm {median(norms):.3g} in the median, actor.grad_clip={config.actor.grad_clip:g}",
-            "actor.grad_clip far below the usual norm, or a loss of a large scale",
-            "set actor.grad_clip near the usual norm (1.0), or scale the reward",
         )
 
 
@@ -251,13 +172,9 @@ def gradient_exploded(evidence: Evidence) -> Iterator[Finding]:
         if limit is not None and values[i] > limit * (usual := median(values[:i])) and usual > 0
     ]
     if over:
-        yield Finding(
+        yield finding(
             "gradient_exploded",
-            "warning",
-            "The gradient norm jumped",
             f"{values[over[0]]:.3g} at step {steps[over[0]]}, {median(values[: over[0]]):.3g} in the median before",
-            "an unusual batch, or weights on their way to diverge",
-            "lower actor.optim.lr or actor.grad_clip; look at that step's samples",
         )
 
 
@@ -265,14 +182,7 @@ def clip_fraction(evidence: Evidence) -> Iterator[Finding]:
     shares = evidence.series("actor/pg_clipfrac")
     late = list(shares.values())[-10:]
     if late and mean(late) > 0.3:
-        yield Finding(
-            "policy_clipped",
-            "warning",
-            "Most of what a step could teach is clipped away",
-            f"actor/pg_clipfrac {mean(late):.0%} in the last {len(late)} steps",
-            "the policy moves too far within one batch: many mini-batches or passes at a high learning rate",
-            "lower actor.optim.lr or actor.ppo_epochs, or widen actor.clip_ratio",
-        )
+        yield finding("policy_clipped", f"actor/pg_clipfrac {mean(late):.0%} in the last {len(late)} steps")
 
 
 def ratio_one(evidence: Evidence) -> Iterator[Finding]:
@@ -284,14 +194,7 @@ def ratio_one(evidence: Evidence) -> Iterator[Finding]:
     if config is not None and config.engine_log_probs:
         return
     if mean(list(ratio.values())) > MISMATCH:
-        yield Finding(
-            "ratio_not_one",
-            "error",
-            "The policy ratio is not 1 at the first mini-batch of a step",
-            f"off by {mean(list(ratio.values())):.1%} on average ({course(ratio)})",
-            "old log-probs of other weights or another temperature, or dropout in training",
-            f"turn dropout off in the model's configuration; {_REPLAY}",
-        )
+        yield finding("ratio_not_one", f"off by {mean(list(ratio.values())):.1%} on average ({course(ratio)})")
 
 
 def engine_mismatch(evidence: Evidence) -> Iterator[Finding]:
@@ -306,17 +209,9 @@ def engine_mismatch(evidence: Evidence) -> Iterator[Finding]:
     figures += f", correlation {mean(alike):.2f}" if alike else ""
     first = min(fresh)
     if fresh[first] <= MISMATCH:
-        name, what = "engine_weights_stale", "The rollout engine samples with old weights"
-        cause, fix = "new weights do not reach the engine after an update", "publish them after every update"
-    elif alike and mean(alike) < 0.5:
-        name, what = "tokens_misaligned", "Engine and trainer speak of different tokens"
-        cause = "log-probs or masks shifted against the responses, or text encoded again"
-        fix = "keep the sampled ids, their log-probs and the mask in step"
+        yield finding("engine_weights_stale", figures)
     else:
-        name, what = "engine_differs", "Engine and trainer compute different probabilities for the same tokens"
-        cause = "a temperature, a dtype or an adjustment of the logits on one side only"
-        fix = "same rollout.temperature and model.dtype on both; or correct it with algorithm.rollout_correction"
-    yield Finding(name, "error", what, figures, cause, f"{fix}; {_REPLAY}")
+        yield finding("tokens_misaligned" if alike and mean(alike) < 0.5 else "engine_differs", figures)
 
 
 def untrained_tokens(evidence: Evidence) -> Iterator[Finding]:
@@ -325,19 +220,11 @@ def untrained_tokens(evidence: Evidence) -> Iterator[Finding]:
         return
     lengths = evidence.series(names.RESPONSE_LENGTH)
     lost = (1 - mean(list(share.values()))) * mean(list(lengths.values()) or [0.0])  # tokens a response
-    if last and 1 - mean(list(last.values())) > 0.9 * lost:
-        name, what = "eos_not_trained", "The last tokens of responses do not train, so the policy does not learn to end"
-        cause = "a mask that leaves out the end token, as when it is compared with the padding"
-    else:
-        name, what, cause = "tokens_not_trained", "Sampled tokens are masked out", "a mask that is shifted or cut"
-    yield Finding(
-        name,
-        "error",
-        what,
+    at_the_end = last and 1 - mean(list(last.values())) > 0.9 * lost
+    yield finding(
+        "eos_not_trained" if at_the_end else "tokens_not_trained",
         f"{mean(list(share.values())):.1%} of the sampled tokens train"
         + (f", {mean(list(last.values())):.1%} of the last ones" if last else ""),
-        cause,
-        "make masks from lengths, never from token ids",
     )
 
 
