@@ -236,12 +236,9 @@ def print_run(console: Console, run: RunDescription) -> None:
         say("started", _when(seen.started))
     if run.curves:
         console.print()
-    for name, values in run.curves.items():
-        label = {"val": "held-out", "grad": "grad norm"}.get(name, name)
-        width = console.width if console.is_terminal else 100
-        console.print(
-            curve_line(label, values, width, {"reward": "cyan", "val": "green"}.get(name, "")), soft_wrap=True
-        )
+    width = console.width if console.is_terminal else 100
+    for label, values in run.curves.items():
+        console.print(curve_line(label, values, width), soft_wrap=True)
     if run.stages:
         console.print()
         say("time", shares(run.stages))

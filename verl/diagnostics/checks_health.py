@@ -10,7 +10,7 @@ from verl.diagnostics.kinds import finding
 from verl.json_lines import json_line
 from verl.run_dir import EventRecord
 from verl.tracking import names
-from verl.tracking.report_health import LIFE, words
+from verl.tracking.report_health import LIFE, last_of_life, words
 
 # Counters of a step that should be zero, by finding: what it means and what it usually comes from.
 _COUNTERS = {
@@ -31,7 +31,7 @@ _ADVICE = {
 
 
 def stopped(evidence: Evidence) -> Iterator[Finding]:
-    last = next((event for event in reversed(evidence.events) if event.kind in LIFE), None)
+    last = last_of_life(evidence.events)
     if last is None or last.kind != "stopped":
         return
     after = f" after step {last.step}" if last.step is not None else ""

@@ -125,17 +125,8 @@ class TimeLeft:
 _WIDTHS = {"reward": 8, "val": 8, "length": 7, "KL": 9, "entropy": 8, "grad": 8}
 _SUPERVISED_WIDTHS = {"loss": 8, "accuracy": 8, "val": 8, "length": 7, "grad": 8, "update": 7}
 _STAGE_WIDTHS = {"gen": 7, "process": 7, "update": 7}
-_LEFT_OUT_FIRST = (
-    "process",
-    "update",
-    "grad",
-    "gen",
-    "entropy",
-    "KL",
-    "length",
-    "accuracy",
-    "val",
-)  # on a narrow terminal
+# On a narrow terminal, the first ones first.
+_LEFT_OUT_FIRST = ("process", "update", "grad", "gen", "entropy", "KL", "length", "accuracy", "val")
 
 
 class ConsoleTracker:

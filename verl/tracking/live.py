@@ -65,7 +65,7 @@ class LiveTracker:
         self._curves = [names.figures(line) for line in history]
         self._curves_made = (0, 0)  # of how many steps and for how many columns
         self._curves_shown: list[Text] = []
-        self._kl_label = next((found[0] for line in reversed(history) if (found := names.kl(line))), "KL")
+        self._kl_label = names.kl_label(history)
         self._time_left = TimeLeft(total_steps, clock)
         self._left: tuple[float | None, float] = (None, 0.0)  # seconds, and when they were guessed
         self._last: Mapping[str, float] = {}
@@ -156,7 +156,7 @@ class LiveTracker:
         """Made once a step and width: all steps are looked at."""
         key = (len(self._curves), columns)
         if key != self._curves_made:
-            lines = curve_lines(self._curves[: key[0]], self._kl_label, columns, self._blocks)
+            lines = curve_lines(names.curves(self._curves[: key[0]], self._kl_label), columns, self._blocks)
             self._curves_made, self._curves_shown = key, lines
         return self._curves_shown
 
@@ -168,24 +168,17 @@ class LiveTracker:
         return line if speed is None else line.append(f", {speed:,.0f} tokens/s")
 
 
-def curve_lines(
-    figures: Sequence[Mapping[str, float | None]], kl_label: str, columns: int, blocks: str = BLOCKS
-) -> list[Text]:
-    """A line for each of :func:`verl.tracking.names.figures` that the steps have, the gradient norm left out."""
-    lines = []
-    styles = {"reward": "cyan", "loss": "cyan", "val": "green"}
-    for name in ("reward", "loss", "accuracy", "val", "KL", "entropy", "length"):
-        values = [value for step in figures if (value := step[name]) is not None]
-        if values:
-            label = {"val": "held-out", "KL": kl_label}.get(name, name)
-            lines.append(curve_line(label, values, columns, styles.get(name, ""), blocks))
-    return lines
+CURVE_STYLES = {"reward": "cyan", "loss": "cyan", "held-out": "green"}
 
 
-def curve_line(
-    label: str, values: Sequence[float], columns: int, style: str = "", blocks: str = BLOCKS, widest: int = 60
-) -> Text:
+def curve_lines(curves: Mapping[str, Sequence[float]], columns: int, blocks: str = BLOCKS) -> list[Text]:
+    """A line for each of :func:`verl.tracking.names.curves`, the gradient norm left out."""
+    return [curve_line(label, curves[label], columns, blocks) for label in curves if label != "grad norm"]
+
+
+def curve_line(label: str, values: Sequence[float], columns: int, blocks: str = BLOCKS, widest: int = 60) -> Text:
     """Its newest value, the curve, and from where to where it goes."""
+    style = CURVE_STYLES.get(label, "")
     line = _label(label).append(f"{figure(values[-1]):>8} ", style)
     span = f" {figure(min(values))} to {figure(max(values))}"
     width = columns - MARGIN - line.cell_len

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 REWARD = "critic/score/mean"  # mean score of the step's responses, before any KL penalty
 RESPONSE_LENGTH = "response_length/mean"  # tokens
@@ -58,19 +58,31 @@ def kl(metrics: Mapping[str, object]) -> tuple[str, float] | None:
     return None
 
 
+def kl_label(steps: Sequence[Mapping[str, object]]) -> str:
+    """Which KL the last of the steps has that has one."""
+    return next((found[0] for line in reversed(steps) if (found := kl(line))), "KL")
+
+
 def figures(metrics: Mapping[str, object]) -> dict[str, float | None]:
     """The few figures of a step that a person follows, by short name; which KL it is: :func:`kl`."""
     found = kl(metrics)
     return {
         "reward": number(metrics, REWARD),
-        "val": validation_score(metrics),
-        "length": number(metrics, RESPONSE_LENGTH),
-        "KL": None if found is None else found[1],
-        "entropy": number(metrics, ENTROPY),
-        "grad": _first(metrics, GRAD_NORM, "train/grad_norm"),
         "loss": number(metrics, LOSS),
         "accuracy": number(metrics, ACCURACY),
+        "val": validation_score(metrics),
+        "KL": None if found is None else found[1],
+        "entropy": number(metrics, ENTROPY),
+        "length": number(metrics, RESPONSE_LENGTH),
+        "grad": _first(metrics, GRAD_NORM, "train/grad_norm"),
     }
+
+
+def curves(steps: Sequence[Mapping[str, float | None]], label: str) -> dict[str, list[float]]:
+    """Values by what a person calls them, of the :func:`figures` of some steps that have any; ``label`` of their KL."""
+    shown = {"val": "held-out", "KL": label, "grad": "grad norm"}
+    columns = {name: [value for step in steps if (value := step[name]) is not None] for name in figures({})}
+    return {shown.get(name, name): values for name, values in columns.items() if values}
 
 
 def stage_seconds(metrics: Mapping[str, object]) -> dict[str, float]:

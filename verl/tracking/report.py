@@ -29,23 +29,13 @@ from verl.tracking.metric_table import row_of
 from verl.tracking.report_config import get, read_config, settings
 from verl.tracking.report_curves import curves
 from verl.tracking.report_samples import ShownSamples, data_block, shown_samples
-from verl.tracking.summary import RunSummary, read_metrics, summarize
+from verl.tracking.summary import RunSummary, read_metrics, summarize, torn_note
 from verl.tracking.timeline import picture, read_timeline
 
 MAX_EVENTS = 500
 
 _PAGE = resources.files("verl.tracking") / "page"
-_SCRIPTS = (
-    "base.js",
-    "charts.js",
-    "curves.js",
-    "timeline.js",
-    "samples.js",
-    "tokens.js",
-    "config.js",
-    "compare.js",
-    "main.js",
-)
+_SCRIPTS = ("base", "charts", "curves", "timeline", "samples", "tokens", "config", "compare", "main")
 _ALGORITHMS = {"gae": "PPO", "grpo": "GRPO"}
 
 
@@ -173,9 +163,9 @@ def _notes(torn: int, bucket: int, samples: ShownSamples, events: int) -> list[s
     """What the page leaves out."""
     notes = []
     if torn:
-        notes.append(f"{torn} unreadable {'line' if torn == 1 else 'lines'} in metrics.jsonl skipped")
+        notes.append(torn_note(torn, "metrics.jsonl"))
     if samples.torn:
-        notes.append(f"{samples.torn} unreadable {'line' if samples.torn == 1 else 'lines'} in samples/ skipped")
+        notes.append(torn_note(samples.torn, "samples/"))
     if bucket > 1:
         notes.append(f"curves show means of {bucket} neighbouring steps")
     if events > MAX_EVENTS:
@@ -187,8 +177,8 @@ def render(data: dict[str, Any], sample_groups: Sequence[str]) -> str:
     """The page for what :func:`report_data` returned."""
     style = (_PAGE / "style.css").read_text(encoding="utf-8")
     live = "live" in data  # served: it asks its server, and only that
-    names = (*_SCRIPTS, "live.js") if live else _SCRIPTS
-    scripts = "\n".join((_PAGE / name).read_text(encoding="utf-8") for name in names)
+    names = (*_SCRIPTS, "live") if live else _SCRIPTS
+    scripts = "\n".join((_PAGE / f"{name}.js").read_text(encoding="utf-8") for name in names)
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(scripts)}; "
         "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from verl.diagnostics.evidence import few
@@ -23,9 +23,14 @@ def planned_steps(events: Iterable[EventRecord]) -> int | None:
     return planned
 
 
-def status(events: Iterable[EventRecord], steps: int) -> str:
+def last_of_life(events: Sequence[EventRecord]) -> EventRecord | None:
+    """The last event that says whether the run goes on."""
+    return next((event for event in reversed(events) if event.kind in LIFE), None)
+
+
+def status(events: Sequence[EventRecord], steps: int) -> str:
     """``finished``, ``unfinished`` or ``stopped (why)``; without a word in the events, empty."""
-    last = next((event for event in reversed(list(events)) if event.kind in LIFE), None)
+    last = last_of_life(events)
     if last is None:
         return ""
     if last.kind == "stopped":

@@ -17,7 +17,7 @@ from verl.tracking import names, report_health
 from verl.tracking.live import best_and_worst
 from verl.tracking.report_config import get, read_config
 from verl.tracking.samples import SampleRow, read_samples
-from verl.tracking.summary import RunSummary, read_metrics, summarize
+from verl.tracking.summary import RunSummary, read_metrics, summarize, torn_note
 
 RUNS = Path("runs")
 STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "crashed": "bold red"}
@@ -136,7 +136,7 @@ def overview_of(
 def _status(run_dir: RunDir, events: Sequence[EventRecord], has_metrics: bool) -> tuple[str, str]:
     if run_dir.is_locked():
         return "running", ""
-    last = next((event for event in reversed(events) if event.kind in report_health.LIFE), None)
+    last = report_health.last_of_life(events)
     if last is None:
         return ("unknown", "events.log says nothing about its end") if has_metrics else ("empty", "nothing was trained")
     if last.kind == "finished":
@@ -185,7 +185,7 @@ def describe(run_dir: RunDir) -> RunDescription:
     text, tree = read_config(run_dir)
     damage = []
     if torn:
-        damage.append(f"{torn} unreadable {'line' if torn == 1 else 'lines'} in metrics.jsonl skipped")
+        damage.append(torn_note(torn, "metrics.jsonl"))
     if tree is None:
         damage.append("config.yaml cannot be read" if text else "there is no config.yaml")
     complete = CheckpointStore(run_dir.checkpoints).steps()
@@ -195,15 +195,7 @@ def describe(run_dir: RunDir) -> RunDescription:
     sampled = run_dir.sample_steps()
     rows, torn_rows = read_samples(run_dir.samples(sampled[-1])) if sampled else ([], 0)
     if torn_rows:
-        damage.append(f"{torn_rows} unreadable {'line' if torn_rows == 1 else 'lines'} in the newest samples skipped")
-    figures = [names.figures(line) for line in steps]
-    kl_label = next((found[0] for line in reversed(steps) if (found := names.kl(line))), "KL")
-    curves = {
-        {"val": "held-out", "KL": kl_label, "grad": "grad norm"}.get(name, name): [
-            value for line in figures if (value := line[name]) is not None
-        ]
-        for name in names.figures({})
-    }
+        damage.append(torn_note(torn_rows, "the newest samples"))
     seconds: Counter[str] = Counter()
     for line in steps:
         seconds.update(names.stage_seconds(line))
@@ -220,7 +212,7 @@ def describe(run_dir: RunDir) -> RunDescription:
         overview=overview_of(run_dir, steps, summary, events),
         facts=_facts(tree),
         summary=summary,
-        curves={name: values for name, values in curves.items() if values},
+        curves=names.curves([names.figures(line) for line in steps], names.kl_label(steps)),
         stages=dict(seconds),
         checkpoints=complete,
         warnings=[*damage, *(finding.text for finding in doctor.warnings(run_dir, steps, events))],

@@ -39,6 +39,10 @@ def read_metrics(run_dir: RunDir) -> tuple[list[dict[str, Any]], int]:
     return steps, torn + skipped
 
 
+def torn_note(lines: int, where: str) -> str:
+    return f"{lines} unreadable line{'s'[: lines > 1]} in {where} skipped"
+
+
 def merged_steps(records: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """One record a step, in order, and how many records were of no step."""
     skipped = 0

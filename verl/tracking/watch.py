@@ -77,10 +77,10 @@ class Watcher:
         """The most important first; at most ``rows - 1`` lines."""
         run, events = self._look()
         steps, room = self._steps, max(1, rows - 1)
-        kl_label = next((found[0] for line in reversed(steps) if (found := names.kl(line))), "KL")
+        curves = names.curves([names.figures(line) for line in steps], names.kl_label(steps))
         lines = [
             *self._head(run, columns),
-            *curve_lines([names.figures(line) for line in steps], kl_label, columns, self._blocks),
+            *curve_lines(curves, columns, self._blocks),
             *_cost_lines(steps[-RECENT:]),
         ]
         lines += [_line("warning", warning.advice, "yellow") for warning in self._warnings[:WARNINGS]]
