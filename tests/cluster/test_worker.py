@@ -6,23 +6,28 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric
-from verl.cluster.placement import make_plan
+from verl.cluster.early_scoring import for_scoring
+from verl.cluster.placement import Group, make_plan, whole_run
 from verl.cluster.start import start_workers
 from verl.cluster.threads import MALLOC, available_cores, process_threads, worker_environment
 from verl.cluster.worker import Worker, choose_device, limits_of
 from verl.config import Config, build_config
 from verl.errors import CheckpointError, ClusterError, ConfigError
+from verl.models.loading import load_tokenizer
 from verl.models.tiny import build_tiny
 from verl.protocol import DataProto
+from verl.rollout.protocol import Request, Result, SamplingParams, Slot
 from verl.training.micro_batches import Limits
 
 
@@ -67,10 +72,37 @@ def batch() -> DataProto:
     )
 
 
-def ready(config: Config) -> Worker:
-    worker = Worker(config)
+def ready(config: Config, group: Group | None = None) -> Worker:
+    worker = Worker(config, None, group)
     worker.setup()
     return worker
+
+
+def test_a_process_that_only_scores_begins_with_each_group(tiny_model_dir: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1).save_pretrained(tmp_path)
+    load_tokenizer(tiny_model_dir, False).save_pretrained(tmp_path)
+    config = config_of(tiny_model_dir, reward={"model": {"path": str(tmp_path)}})
+    columns = {
+        "index": [0, 1, 0, 1],
+        "response_text": list("wxyz"),
+        "raw_prompt": ["p"] * 4,
+        "prompt_ids": [[5, 6]] * 4,
+    }
+    columns |= {"data_source": ["s"] * 4, "ground_truth": ["1"] * 4, "extra_info": [{}] * 4, "prompt_ids": [[5, 6]] * 4}
+    whole = batch().union(DataProto.from_dict({}, columns))
+    requests = [Request(Slot("a", i), [5, 6], SamplingParams(6)) for i in range(2)]
+    lengths = whole.batch["response_mask"].sum(1)
+    ids = [whole.batch["responses"][i, : lengths[i]].int().numpy() for i in range(2)]
+    results = [Result(r.slot, i, i.astype("f4"), i >= 0, i, "stop") for r, i in zip(requests, ids, strict=True)]
+    found = []
+    for told in ([], results):
+        worker = ready(config, replace(whole_run(config, 1), roles=frozenset({"reward"})))
+        worker.expect(requests, for_scoring(whole.select_idxs([0])))
+        worker.hear(told)
+        assert len(worker._scorer._begun) == len(told)  # type: ignore[union-attr]
+        found.append(worker.score(whole).batch["token_level_scores"])
+        worker.close()
+    assert torch.equal(*found) and found[0].count_nonzero() == 4
 
 
 def train(worker: Worker, steps: int) -> list[dict[str, Metric]]:
