@@ -37,8 +37,11 @@ class Reward:
         """Refuse, before a run starts, rows of a dataset that cannot be scored. Raises RewardError."""
 
     def score(self, rows: DataProto) -> list[Score]:
-        """One :class:`Score` a row, in order; ``rows``: columns ``ROW_COLUMNS``, and whatever else a batch has after
-        rollout; every row has a response token."""
+        """One :class:`Score` a row, in order.
+
+        Args:
+            rows: columns ``ROW_COLUMNS``, and whatever else a batch has after rollout; every row has a response token.
+        """
         pending = self.begin(rows)
         if pending is None:
             raise RewardError("The reward model is not loaded here.", fix="score in the worker of a run")
