@@ -201,7 +201,7 @@ positive, not_negative = whole(1), whole(0)
 
 
 def number(least: float = -inf, most: float = inf, above: bool = False) -> Callable[[str], float]:
-    """The type of an argument: a finite number from ``least``, or above it, up to ``most``."""
+    """The type of an argument: a number; where ``least`` is given a finite one from (or above) it up to ``most``."""
     words = f"{'above' if above else 'at least'} {least:g}" + ("" if most == inf else f" and at most {most:g}")
 
     def read(text: str) -> float:
@@ -209,8 +209,9 @@ def number(least: float = -inf, most: float = inf, above: bool = False) -> Calla
             value = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not (least < value if above else least <= value) or not value <= most or not isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {words}" if isfinite(least) else f"{text} is not finite")
+        fits = isfinite(value) and (least < value if above else least <= value) and value <= most
+        if least > -inf and not fits:
+            raise argparse.ArgumentTypeError(f"{text} is not {words}")
         return value
 
     return read

@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     config = group(commands, "config", "look at a configuration, explain its keys")
     show = command(config, "show", _show)
-    show.add_argument(
-        "words",
-        nargs="*",
-        metavar="CONFIG | KEY | key=value",
-        help="a YAML file, a run's folder or a preset; keys or sections to be shown alone; settings",
-    )
+    words = "a YAML file, a run's folder or a preset; keys or sections to be shown alone; settings"
+    show.add_argument("words", nargs="*", metavar="CONFIG | KEY | key=value", help=words)
     show.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     show.add_argument("--no-origins", action="store_true", help="the bare YAML")

@@ -50,15 +50,8 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", default=[], metavar="key=value", help="further settings, as for verl train")
     add_sampling(parser)
     parser.add_argument("--max-response-length", type=positive, metavar="TOKENS", help="default 512, or the run's")
-    parser.add_argument(
-        "--max-prompt-length",
-        type=positive,
-        metavar="TOKENS",
-        help="default: what the model has room for, or the run's",
-    )
+    parser.add_argument("--max-prompt-length", type=positive, metavar="TOKENS", help="default: as model or run allow")
     parser.add_argument("--limit", type=positive, metavar="ROWS", help="only the first so many prompts")
-    parser.add_argument("--max-num-seqs", type=positive, help="responses at once (default 64)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default bfloat16, or the run's")
     score = parser.add_mutually_exclusive_group()
     score.add_argument("--reward", metavar="FILE.py", help="your own reward function (default: the rule of the source)")
     score.add_argument("--rule", metavar="NAME", help="a built-in rule for all rows")

@@ -34,14 +34,9 @@ def add(commands: Commands) -> None:
     generate.add_argument("--raw", action="store_true", help="no chat template: the model continues the text")
     generate.add_argument("--system", metavar="TEXT", help="system message before every prompt")
     generate.add_argument("--max-new-tokens", "--max-response-length", type=positive, default=128, help="default 128")
-    generate.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a response; may be repeated"
-    )
+    stop = "ends a response; may be repeated"
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add_sampling(generate)
-    generate.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16"
-    )
-    generate.add_argument("--max-num-seqs", type=positive, default=64, help="responses at once (default 64)")
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -78,9 +73,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         plain = arguments.raw or (arguments.system is None and _trained_on_text(arguments.model, model.run, tokenizer))
         asked = rows if plain else as_chats(rows, arguments.system)
         requests = requests_for(asked, tokenizer, sampling, arguments.n, arguments.seed, arguments.chat_template_kwargs)
-        engine = load_engine(
-            model.path, tokenizer, arguments.dtype, arguments.trust_remote_code, EngineLimits(arguments.max_num_seqs)
-        )
+        dtype, limits = arguments.dtype or "bfloat16", EngineLimits(arguments.max_num_seqs or 64)
+        engine = load_engine(model.path, tokenizer, dtype, arguments.trust_remote_code, limits)
 
         def decode(ids: Any) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=True))

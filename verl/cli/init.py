@@ -60,9 +60,7 @@ def add(commands: Commands) -> None:
     init.add_argument("--preset", default="grpo", metavar="NAME", help="see verl presets (default grpo)")
     init.add_argument("--out", default="my.yaml", metavar="FILE", help="file to write (default my.yaml)")
     init.add_argument("--force", action="store_true", help="write over an existing file")
-    init.add_argument(
-        "--reward", metavar="FILE.py", help="your reward function (default: a rule that fits, or a template)"
-    )
+    init.add_argument("--reward", metavar="FILE.py", help="yours (default: a rule that fits, or a beginning of one)")
     init.add_argument("--reward-name", metavar="NAME", help="of the function in that file (default compute_score)")
     init.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompts (default: found by its name)")
     init.add_argument("--answer-key", metavar="COLUMN", help="column with the answers (default: found by its name)")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from verl.cli.arguments import Commands, command, group, positive
+from verl.cli.sampling import DTYPES
 
 
 def add(commands: Commands) -> None:
@@ -17,9 +18,7 @@ def add(commands: Commands) -> None:
     export.add_argument("run", help="name of a run in runs/, or a path")
     export.add_argument("--to", required=True, help="the folder to write")
     export.add_argument("--step", type=positive, help="of which checkpoint (default: the newest)")
-    export.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default bfloat16"
-    )
+    export.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
 
 
 def _model_get(arguments: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, above_zero, command, not_negative, print_json, settings, terminal
@@ -26,22 +27,17 @@ def add(commands: Commands) -> None:
     plan.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     plan.add_argument("--memory", type=_memory, metavar="SIZE", help="of one GPU, or the machine: 80GB (GiB are meant)")
     plan.add_argument("--gpus", type=not_negative, metavar="N", help="of the machine; default: those that are here")
-    plan.add_argument(
-        "--lengths", type=_lengths, metavar="P,R", help="tokens of a prompt and a response; default: the longest"
-    )
+    lengths = _numbers(2, "two numbers of tokens such as 200,600")
+    plan.add_argument("--lengths", type=lengths, metavar="P,R", help="tokens of prompt and response; default: the most")
     plan.add_argument("--tflops", type=above_zero, metavar="X", help="that a process attains in training, not measured")
     plan.add_argument("--bandwidth", type=above_zero, metavar="GB/s", help="that a process reads memory with")
-    plan.add_argument(
-        "--simulate",
-        nargs="?",
-        const="",
-        metavar="RUN",
-        help="step time of every trainer.mode and more rollout workers, simulated; with lengths and speeds of a run, "
-        "or else those planned and long-tailed lengths",
+    simulate = (
+        "step time of every trainer.mode and more rollout workers, simulated; with lengths and speeds of a run, or "
+        "else those planned and long-tailed lengths"
     )
-    plan.add_argument(
-        "--workers", type=_counts, metavar="N,...", help="rollout workers to simulate (default: 1, 2 and 4 times these)"
-    )
+    plan.add_argument("--simulate", nargs="?", const="", metavar="RUN", help=simulate)
+    counts = _numbers(None, "numbers of workers such as 1,2,4")
+    plan.add_argument("--workers", type=counts, metavar="N,...", help="to simulate (default: 1, 2 and 4 times these)")
     plan.add_argument("--json", action="store_true", help="everything as JSON")
 
 
@@ -52,17 +48,13 @@ def _memory(text: str) -> int:
     return int(above_zero(found[1]) * {"M": 2**20, "T": 2**40}.get(found[2].upper(), GIB))
 
 
-def _lengths(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of tokens such as 200,600")
-    return int(found[1]), int(found[2])
+def _numbers(count: int | None, words: str) -> Callable[[str], list[int]]:
+    def read(text: str) -> list[int]:
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text) or count not in (None, text.count(",") + 1):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+        return [int(word) for word in text.split(",")]
 
-
-def _counts(text: str) -> list[int]:
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers of workers such as 1,2,4")
-    return [int(word) for word in text.split(",")]
+    return read
 
 
 def _plan(arguments: argparse.Namespace) -> int:

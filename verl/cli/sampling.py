@@ -8,6 +8,8 @@ from typing import Any
 
 from verl.cli.arguments import not_negative, number, positive
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     def add(name: str, type: Any, default: Any, help: str, **more: Any) -> None:
@@ -25,6 +27,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--min-new-tokens", not_negative, 0, "responses are not shorter (default 0)")
     add("--seed", int, 1, "the same seed gives the same responses (default 1)")
     add("--chat-template-kwargs", _json_object, {}, 'such as {"enable_thinking": false}', metavar="JSON")
+    add("--max-num-seqs", positive, None, "responses at once (default 64)")
+    add("--dtype", str, None, "default bfloat16, or the run's", choices=DTYPES)
     code = "run code that comes with the model or its tokenizer"
     parser.add_argument("--trust-remote-code", action="store_true", help=code)
 

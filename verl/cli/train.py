@@ -12,7 +12,8 @@ from verl.json_lines import json_line
 
 def add(commands: Commands) -> None:
     train = command(commands, "train", _train, late_epilog=list_presets)
-    train.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
+    presets = "settings of an algorithm, below those of the file; may be repeated, the last one wins"
+    train.add_argument("--preset", action="append", default=[], metavar="NAME", help=presets)
     sft = command(commands, "sft", _sft)
     model = command(group(commands, "reward-model", "models that score responses"), "train", _reward_model)
     for parser in (train, sft, model):

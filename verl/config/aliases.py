@@ -27,9 +27,7 @@ GLOBAL_MICRO_BATCH: dict[str, str] = _TABLES["global_micro_batch"]
 """Older keys that count responses of all ranks together; divided by the ranks when the configuration is read."""
 MISNOMERS: dict[str, str] = _TABLES["misnomers"]  # no keys, and the key that was probably meant: for error messages
 VERL_DEFAULTS: dict[str, str] = _TABLES["verl_defaults"]  # where ours are others
-OTHER_ENGINES: list[str] = _TABLES["other_engines"]  # values of rollout.name that are read as embedded,
-OTHER_STRATEGIES: list[str] = _TABLES["other_strategies"]  # of actor.strategy that are read as fsdp2,
-OTHER_LOGGERS: list[str] = _TABLES["other_loggers"]  # and of trainer.logger that are set aside
+OTHER_VALUES: dict[str, list[str]] = _TABLES["other_values"]  # that a key of ours has elsewhere
 
 
 def canonical(key: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from verl.config.aliases import OTHER_ENGINES
+from verl.config.aliases import OTHER_VALUES
 from verl.config.base import FieldProblem
 from verl.config.keys import choices, leaves, sections
 from verl.config.names import did_you_mean, nearest
@@ -77,7 +77,7 @@ def _problem(key: str, items: list[Any]) -> Problem:
     if isinstance(own, FieldProblem):
         return Problem(f"{key}: {own.what}", value, own.fix)
     rule = " or ".join(dict.fromkeys(_rule(key, item) for item in items))
-    words = [*choices(key), *(OTHER_ENGINES if key == "rollout.name" else ())]
+    words = [*choices(key), *OTHER_VALUES.get(key, [])]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
     meaning, to = _meaning(key), "one of them" if rule.startswith("one of ") else rule
     return Problem(f"{key} must be {rule}", value, f"{hint}set {key} to {to}" + (f" ({meaning})" if meaning else ""))

@@ -8,15 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from verl.config.aliases import (
-    GLOBAL_MICRO_BATCH,
-    MISNOMERS,
-    OTHER_ENGINES,
-    OTHER_LOGGERS,
-    OTHER_STRATEGIES,
-    alias_sections,
-    canonical,
-)
+from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, OTHER_VALUES, alias_sections, canonical
 from verl.config.foreign import exact_names, folded, foreign_sections, is_harmless, no_meaning, not_yet
 from verl.config.interpolate import nested
 from verl.config.keys import free_dict_of, free_dicts, leaves, sections
@@ -153,17 +145,12 @@ def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[
 
 def _renamed(values: dict[str, Any]) -> Iterator[str]:
     """Engines and strategies of other systems."""
-    for key, others, own, why in (
-        ("rollout.name", OTHER_ENGINES, "embedded", "the embedded engine takes its place; it is the only one so far"),
-        (
-            "actor.strategy",
-            OTHER_STRATEGIES,
-            "fsdp2",
-            "fsdp2 takes its place, which shards weights over the ranks too",
-        ),
+    for key, own, why in (
+        ("rollout.name", "embedded", "the embedded engine takes its place; it is the only one so far"),
+        ("actor.strategy", "fsdp2", "fsdp2 takes its place, which shards weights over the ranks as well"),
     ):
         given = values.get(key)
-        if isinstance(given, str) and given.lower() in others:
+        if isinstance(given, str) and given.lower() in OTHER_VALUES[key]:
             values[key] = own
             yield f"{key}={given}: {why}"
 
@@ -171,8 +158,8 @@ def _renamed(values: dict[str, Any]) -> Iterator[str]:
 def _loggers(values: dict[str, Any]) -> Iterator[str]:
     given = values.get("trainer.logger")
     named = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    if aside := [name for name in named if name in OTHER_LOGGERS]:
-        values["trainer.logger"] = [name for name in named if name not in OTHER_LOGGERS] or ["console"]
+    if aside := [name for name in named if name in OTHER_VALUES["trainer.logger"]]:
+        values["trainer.logger"] = [name for name in named if name not in aside] or ["console"]
         yield (
             f"trainer.logger: {', '.join(aside)} set aside; metrics stay in the run folder: metrics.jsonl, report.html "
             "and, with trainer.logger=[console, tensorboard], TensorBoard's events"
