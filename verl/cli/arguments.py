@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -151,6 +151,13 @@ def terminal() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True, markup=False)
+
+
+def histogram(counts: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """A line for each name, with its number and a bar of it."""
+    wide, top = max(len(name) for name, _ in counts), max(count for _, count in counts)
+    for name, count in counts:
+        yield f"  {name:>{wide}} {count:>8} {'#' * -(-count * 40 // top)}".rstrip()
 
 
 def write_page(text: str, out: Path | None) -> None:

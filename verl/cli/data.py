@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, group, not_negative, positive, print_json
+from verl.cli.arguments import Commands, command, group, histogram, not_negative, positive, print_json
 from verl.cli.evaluate import add_evaluation, evaluation_config
 
 if TYPE_CHECKING:
     from verl.data.inspection import Count, Inspection, Lengths
 
 SHOWN_SKIPPED = 5
-BAR_WIDTH = 40  # characters of the longest bar of a histogram
 
 
 def add(commands: Commands) -> None:
@@ -250,12 +249,8 @@ def _length_lines(lengths: Lengths, plain: int) -> list[str]:
         f"prompt length in {lengths.unit} ({note})",
         f"  least {lengths.least}, mean {lengths.mean:.1f}, {shares}, most {lengths.most}",
     ]
-    top = max(count for _, _, count in lengths.histogram)
     names = [str(start) if stop == start + 1 else f"{start} - {stop - 1}" for start, stop, _ in lengths.histogram]
-    wide = max(map(len, names))
-    for name, (_, _, count) in zip(names, lengths.histogram, strict=True):
-        bar = "#" * -(-count * BAR_WIDTH // top)
-        lines.append(f"  {name:>{wide}} {count:>8} {bar}".rstrip())
+    lines += histogram([(name, count) for name, (_, _, count) in zip(names, lengths.histogram, strict=True)])
     if lengths.over is not None:
         lines.append(f"  {lengths.over} of {total} ({lengths.over / total:.1%}) are longer than {lengths.limit}")
     return lines

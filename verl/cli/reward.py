@@ -6,14 +6,13 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, above_zero, command, group, positive, print_json, terminal
+from verl.cli.arguments import Commands, above_zero, command, group, histogram, positive, print_json, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from verl.rewards.trial import Report
 
-BAR_WIDTH = 40  # characters of the longest bar
 SHOWN = 5  # failures, slowest responses, disagreements
 WIDTH = 200  # characters of a shown response
 
@@ -61,15 +60,8 @@ def _test(arguments: argparse.Namespace) -> None:
     if arguments.compare:
         wanted.append((arguments.compare, arguments.compare_name, {}))
     configs = [reward_config(what, name, kwargs, arguments.timeout) for what, name, kwargs in wanted]
-    tried = read_tried(
-        arguments.data,
-        arguments.responses,
-        arguments.response_key,
-        arguments.template,
-        arguments.limit,
-        arguments.prompt_key,
-        arguments.answer_key,
-    )
+    names = ("data", "responses", "response_key", "template", "limit", "prompt_key", "answer_key")
+    tried = read_tried(*(getattr(arguments, name) for name in names))
     others = with_other_truths(tried)
     reports = []
     for (what, _, _), config in zip(wanted, configs, strict=True):
@@ -86,7 +78,6 @@ def _test(arguments: argparse.Namespace) -> None:
 
 
 def _as_json(reports: Sequence[Report]) -> Any:
-    from verl.json_lines import json_value
     from verl.rewards.trial import disagreements
 
     found: dict[str, Any] = {
@@ -96,7 +87,7 @@ def _as_json(reports: Sequence[Report]) -> Any:
         both, unequal = disagreements(*reports)
         places = [{**reports[0].place(i), "scores": [r.scores[i].value for r in reports]} for i in unequal]
         found["disagreements"] = {"compared": both, "unequal": len(unequal), "where": places}
-    return json_value(found)
+    return found
 
 
 def _print(console: Console, report: Report) -> None:
@@ -108,11 +99,9 @@ def _print(console: Console, report: Report) -> None:
     say(f"  {', '.join(counts)}")
     if found["score"] is not None:
         say("  score: mean {mean:.4g}, least {min:.4g}, most {max:.4g}".format(**found["score"]))
-        top = max(part["responses"] for part in found["distribution"])
-        for part in found["distribution"]:
-            name = f"{part['from']:.4g}" + (f" to {part['to']:.4g}" if part["to"] != part["from"] else "")
-            bar = "#" * -(-int(part["responses"]) * BAR_WIDTH // top)
-            say(f"  {name:>20} {part['responses']:>7} {bar}".rstrip())
+        parts = [(part["from"], part["to"], int(part["responses"])) for part in found["distribution"]]
+        named = [(f"{a:.4g}" + (f" to {b:.4g}" if b != a else ""), count) for a, b, count in parts]
+        say("\n".join(histogram(named)))
     if len(found["by_source"]) > 1:
         for name, mean in found["by_source"].items():
             say(f"  source {_short(name, 60)}: mean {'-' if mean is None else f'{mean:.4g}'}")
