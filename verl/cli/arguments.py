@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -144,6 +145,12 @@ def group(commands: Commands, name: str, help: str) -> Commands:
 def print_json(value: Any) -> None:
     """What ``--json`` prints: one line of strict JSON."""
     print(json_line(value), flush=True)
+
+
+def tell(notes: Iterable[str]) -> None:
+    """Notes about what was asked for, on standard error."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def terminal() -> Console:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, command, group, print_json, terminal, write_page
+from verl.cli.arguments import Commands, command, group, print_json, tell, terminal, write_page
 
 if TYPE_CHECKING:
     from verl.config import LoadedConfig
@@ -46,8 +46,6 @@ def _show(arguments: argparse.Namespace) -> None:
     verl config show runs/quickstart --changed
     verl config show actor.optim
     """
-    import sys
-
     from rich.text import Text
 
     from verl.config.show import as_json, select, tree
@@ -63,8 +61,7 @@ def _show(arguments: argparse.Namespace) -> None:
         console.print(Text(line).append(origin, "dim" if origin == "# default" else "cyan"))
     notes = [f"{key} is required and not given" for key in loaded.missing]
     notes += ["nothing differs from the defaults"] if not keys else []
-    for note in [*notes, *loaded.notices]:
-        print(f"note: {note}", file=sys.stderr)
+    tell([*notes, *loaded.notices])
 
 
 def _sorted(words: list[str]) -> tuple[str | None, list[str], list[str]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, print_json, settings, terminal
+from verl.cli.arguments import Commands, command, print_json, settings, tell, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,8 +71,7 @@ def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, s
     from verl.trainer.run_models import opened
 
     loaded = load_config(source, overrides, presets)
-    for note in loaded.notices:
-        print(f"note: {note}", file=sys.stderr)
+    tell(loaded.notices)
     with without_bars(), opened(loaded.config) as config:
         require_machine(config)
         check_model_limits(config)

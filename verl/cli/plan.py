@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, above_zero, command, not_negative, print_json, settings, terminal
+from verl.cli.arguments import Commands, above_zero, command, not_negative, print_json, settings, tell, terminal
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,8 +86,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     loaded = load_config(source, overrides, arguments.preset)
     config = loaded.config
-    for note in loaded.notices:
-        print(f"note: {note}", file=sys.stderr)
+    tell(loaded.notices)
     model = read_facts(config.model.path, config.model.trust_remote_code)
     critic = None
     if config.uses_critic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, positive, print_json, settings, terminal
+from verl.cli.arguments import Commands, command, positive, print_json, settings, tell, terminal
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ def _replay(arguments: argparse.Namespace) -> None:
     trainer.keep_last); step 1 needs none. Responses and their scores are those of the run, whatever settings say of
     data, rollout and reward functions. With the run's own settings every figure is the same to the bit (on a CPU).
     """
-    import sys
-
     from verl.config import load_config
     from verl.tracking.runs import find_run
     from verl.trainer.api import settle_process
@@ -44,8 +42,7 @@ def _replay(arguments: argparse.Namespace) -> None:
         raise ConfigError("a setting needs the form key=value", source, f"write it as {source}=VALUE, or remove it")
     run_dir = find_run(arguments.run)
     loaded = load_config(run_dir.path, overrides)
-    for note in [*loaded.notices, *settle_process(loaded.config)]:
-        print(f"note: {note}", file=sys.stderr)
+    tell([*loaded.notices, *settle_process(loaded.config)])
 
     from verl.models.quiet import without_bars
     from verl.trainer.replay import replay
