@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl.models.facts import ModelFacts
-from verl.models.rows import LARGE, LARGEST, PACKED_BLOCK, PROBE_ROWS
 
 if TYPE_CHECKING:
     from verl.cluster.placement import Group, Plan, ProcessSpec
@@ -186,6 +185,8 @@ def bytes_of(config: Config) -> int:
 
 
 def _libraries(config: Config, process: ProcessSpec, models: set[ModelFacts]) -> dict[str, int]:
+    from verl.models.rows import LARGE, LARGEST, PACKED_BLOCK, PROBE_ROWS  # with torch
+
     held = {"libraries": LIBRARIES[process.device]}
     if process.device == "cpu" and bytes_of(config) < 4:
         shapes = {shape for model in models for shape in _weight_shapes(model)}
