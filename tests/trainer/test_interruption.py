@@ -56,6 +56,16 @@ def test_the_first_signal_waits_and_the_second_does_not(
         raise RuntimeError
 
 
+def test_what_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held(True) as interrupted:
+            signal.raise_signal(signal.SIGINT)
+        assert not interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("mode", "number"),
     [({"mode": "sync", "async_save": True}, signal.SIGTERM), ({"mode": "one_step_off"}, signal.SIGINT)],

@@ -23,7 +23,9 @@ def held(wanted: bool) -> Iterator[Callable[[], bool]]:
     if not wanted or threading.current_thread() is not threading.main_thread():  # no other one can set handlers
         yield lambda: False
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Who started the process may have it ignore one (a shell does so with Ctrl-C of what runs in the background).
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
 
     def restore() -> None:
         for number, handler in before.items():
