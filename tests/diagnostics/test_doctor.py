@@ -129,6 +129,8 @@ def test_a_run_for_people_and_for_programs(tmp_path: Path, letters: Path, capsys
     assert main(["doctor", str(run.path)]) == 1
     said = capsys.readouterr().out
     assert "looked at 3 steps, 96 sampled responses" in said and "1 error" in said
+    scores = [row.score for row in doctor.of_run(run).rows]
+    assert f"their scores: from {min(scores):g} to {max(scores):g}, {len(set(scores))} different, quartiles" in said
     assert "error lr_zero" in said and "fix      set actor.optim.lr" in said
     assert [finding.name for finding in doctor.warnings(run, [], [])] == []
 

@@ -89,6 +89,11 @@ def _print_findings(console: Console, subject: str, evidence: Evidence, findings
     looked += [f"the reward on {evidence.trial.tried} known answers" if evidence.trial else ""]
     looked += ["the machine" if evidence.machine else ""]
     console.print(Text(f"{printable(subject)}: looked at {', '.join(filter(None, looked)) or 'nothing: it is empty'}"))
+    scores = sorted(row.score for row in evidence.rows if row.score is not None)
+    if scores:
+        quarters = ", ".join(f"{scores[i * (len(scores) - 1) // 4]:.4g}" for i in (1, 2, 3))
+        many = f"{len(set(scores))} different, quartiles {quarters}"
+        console.print(Text(f"their scores: from {scores[0]:.4g} to {scores[-1]:.4g}, {many}", "dim"))
     for finding in findings:
         head = Text(f"\n{finding.severity}", STYLES[finding.severity]).append(f" {finding.name}\n", "dim")
         console.print(head.append(f"  {printable(finding.what)}", "bold"))
