@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as the workers: rows of floa
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads crawl on a machine that others use too
 # No test asks the hub: what is not on this machine fails at once and the same everywhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# What a shell starts in the background ignores Ctrl-C, and so would the commands under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)

@@ -132,7 +132,7 @@ def test_nsight_needs_ray_and_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
             "profiler": {"tool": "nsight"},
         }
 
-    with pytest.raises(ConfigError, match="inline there are none"):
+    with pytest.raises(ConfigError, match="inline has none"):
         build_config(tree("inline"))
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ClusterError, match="no nsys"):

@@ -166,7 +166,7 @@ def test_errors_come_out_as_they_were_raised(found: dict[str, Any]) -> None:
 
 def test_a_long_wait_is_logged_with_the_stack_of_the_silent_process(found: dict[str, Any]) -> None:
     events = [event for event in found["stalled"] if "dream" in event[2]]
-    assert len(events) == 2  # every second of two and a half
+    assert 1 <= len(events) <= 2  # every second of two and a half, where the machine is not busy
     kind, subject, detail = events[0]
     assert (kind, subject) == ("stalled", "the worker process")
     assert detail.startswith("no answer to dream for 1 s\n") and "in <lambda>" in detail

@@ -29,7 +29,6 @@ ELSEWHERE = {
     "cluster.collective_timeout",  # several ranks
     "cluster.dashboard",
     "trainer.max_restarts",
-    "trainer.memory_save_freq",
     "profiler.roles",  # where a step is profiled: test_profiling.py, test_profiled_run.py
     "profiler.steps",
     "profiler.memory",

@@ -172,7 +172,7 @@ class _Parts:
                 f"the shortest has {over['length'].min()} tokens",
                 "raise data.max_prompt_length",
             )
-        if len(over) and config.truncation == "error" and not filtered:
+        if config.truncation == "error" and not filtered and len(over):
             shown = [(row, n) for i, n in over[:SHOWN_ROWS].tolist() for row in _good(self.source.read(i, i + 1))]
             raise DataError(
                 f"{len(over)} of {self.count} prompts are longer than data.max_prompt_length={limit}.",
