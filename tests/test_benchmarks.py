@@ -15,6 +15,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def run(script: str, *arguments: str | Path) -> str:
+    """What it prints."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "rows"),
     [
@@ -26,15 +39,7 @@ ROOT = Path(__file__).parents[1]
     ids=["protocol", "advantages", "rewards", "overlap"],
 )
 def test_it_prints_its_table(arguments: list[str], rows: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / arguments[0], *arguments[1:]],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    lines = run(*arguments).splitlines()
     for name in rows:
         line = next(line for line in lines if line.startswith(name))
         assert max(float(word) for word in line.split() if word.replace(".", "").isdigit()) > 0, line
@@ -42,14 +47,7 @@ def test_it_prints_its_table(arguments: list[str], rows: list[str]) -> None:
 
 def test_the_step_is_measured_beside_the_textbook(tmp_path: Path) -> None:
     arguments = ["--quick", "--repeat", "1", "--json", tmp_path / "found.json", "--only", "verl", "naive", "ablation"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "step.py", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    said = run("step.py", *arguments)
     found = json.loads((tmp_path / "found.json").read_text())
     ratios = found["ratios"]
     assert list(ratios) == [
@@ -66,20 +64,13 @@ def test_the_step_is_measured_beside_the_textbook(tmp_path: Path) -> None:
     parts = found["verl"]["parts"]
     assert 0 < sum(parts.values()) <= found["verl"]["seconds"]
     assert found["ablation"].keys() >= {"nothing", "prefix sharing", "packing, prefix sharing"}
-    assert "without prefix sharing" in done.stdout
+    assert "without prefix sharing" in said
 
 
 def test_what_is_learned_is_drawn(tmp_path: Path) -> None:
     arguments = ["--quick", "--runs", tmp_path, "--recipes", "grpo", "--seeds", "1", "--steps", "1"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "learning.py", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r"^\| GRPO \| 1 \| 0\.\d{3} \| 0\.\d{3} \| 0\.\d{3} \|$", done.stdout, re.MULTILINE), done.stdout
+    said = run("learning.py", *arguments)
+    assert re.search(r"^\| GRPO \| 1 \| 0\.\d{3} \| 0\.\d{3} \| 0\.\d{3} \|$", said, re.MULTILINE), said
     drawing = ElementTree.parse(tmp_path / "learning.svg").getroot()
     lines = drawing.findall("{http://www.w3.org/2000/svg}polyline[@stroke]")
     thick = next(line for line in lines if line.get("stroke-width") == "2.5")
