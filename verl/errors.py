@@ -87,3 +87,9 @@ def first_line(error: BaseException) -> str:
     """Of what another library says."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
+
+
+def meant(error: BaseException) -> BaseException:
+    """The error itself, or what a signal raised within compiled code that made a SystemError of it."""
+    cause = error.__cause__
+    return error if cause is None or isinstance(cause, Exception) or not isinstance(error, SystemError) else cause

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,3 +240,22 @@ def test_the_page_about_the_commands_names_them_all_and_the_exit_codes() -> None
     codes = {entry.EXIT_OK, entry.EXIT_FAILED, entry.EXIT_BAD_INPUT, entry.EXIT_INTERRUPTED, entry.EXIT_TERMINATED}
     assert set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE))) == codes
     assert all(f"{code} " in entry.EXAMPLES for code in codes)
+
+
+def test_a_signal_within_compiled_code_is_that_signal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Ray's core makes a SystemError of what a signal's handler raised in it."""
+    from verl.cli.entry import guarded
+    from verl.run_dir import RunDir
+    from verl.trainer.run import stop_noted
+
+    run_dir = RunDir(tmp_path / "run").create()
+
+    def interrupted(cause: BaseException) -> int:
+        with stop_noted(run_dir, SimpleNamespace(step=3)):
+            raise SystemError("wait returned a result with an exception set") from cause
+
+    assert guarded(lambda: interrupted(KeyboardInterrupt()), debug=False) == 130
+    assert capsys.readouterr().err.startswith("interrupted")
+    assert guarded(lambda: interrupted(ValueError()), debug=False) == 1
+    assert capsys.readouterr().err.startswith("error: SystemError")
+    assert [event.detail for event in run_dir.read_events()] == ["KeyboardInterrupt", "SystemError"]

@@ -17,7 +17,7 @@ from typing import NoReturn
 from verl import __version__
 from verl.cli import completion
 from verl.cli.arguments import Parser
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError, VerlError, meant
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
@@ -88,7 +88,7 @@ def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        return action()
+        return _as_meant(action)
     except VerlError as error:
         if debug:
             traceback.print_exc()
@@ -112,6 +112,16 @@ def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
             file=sys.stderr,
         )
         return EXIT_FAILED
+
+
+def _as_meant(action: Callable[[], int]) -> int:
+    try:
+        return action()
+    except SystemError as error:
+        behind = meant(error)
+        if behind is error:
+            raise
+        raise behind from None
 
 
 def _reader_is_gone() -> bool:

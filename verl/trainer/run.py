@@ -16,7 +16,7 @@ from verl.cluster.start import EventLog, require_machine, start_workers
 from verl.config import Config, SupervisedConfig, dump_yaml
 from verl.config.names import nearest_path
 from verl.data.rendering import untemplated
-from verl.errors import CheckpointError, ConfigError, RewardError, VerlError, WorkerDiedError
+from verl.errors import CheckpointError, ConfigError, RewardError, VerlError, WorkerDiedError, meant
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking.report import write_report
 from verl.tracking.summary import read_metrics, summarize
@@ -216,7 +216,7 @@ def stop_noted(run_dir: RunDir, state: HasStep) -> Iterator[None]:
     except BaseException as error:
         # Rich makes an exit of a pipe that nobody reads any more (verl train ... | head).
         unread = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
-        reason = BrokenPipeError if unread else type(error)
+        reason = BrokenPipeError if unread else type(meant(error))
         run_dir.log_event("stopped", "run", reason.__name__, state.step)
         raise
 
