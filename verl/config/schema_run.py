@@ -298,8 +298,8 @@ class TrainerConfig(Section):
     """When a process of actor, critic, reference or reward dies, the run goes on from its last checkpoint by itself, at
     most so many times within one command."""
     memory_save_freq: Every = Field(-1, **in_stage("after a worker's death"))
-    """Training steps between states that are kept in main memory (/dev/shm, up to 24 bytes a parameter) for such a
-    restart; 1: no more than one step is done again; -1: none."""
+    """Training steps between states that are kept in main memory (/dev/shm, up to 24 bytes a parameter), for a restart
+    within the command (trainer.max_restarts); 1: no more than one step is done again; -1: none."""
     resume_from_path: str | None = field(None, "Checkpoint folder for resume_mode=resume_path.", **RESUMING)
     default_local_dir: str | None = Field(None, min_length=1, **FOLDER)
     """The run folder itself; null: runs/<experiment_name>."""

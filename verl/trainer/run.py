@@ -183,16 +183,22 @@ def _attempt(
         if checkpoint is not None:
             source.load_state_dict(state.restore(checkpoint, roles, config.trainer.mode))
             console.print(f"going on from {checkpoint.path}", soft_wrap=True)
-        try:
+        with _while_training():
             loop.fit()
-        except VerlError as error:
-            # Every input had been found good. Only the user's reward function shows its faults this late.
-            error.bad_input = isinstance(error, RewardError) and error.bad_input
-            if isinstance(error, WorkerDiedError):
-                error.while_training = True
-            raise
     run_dir.log_event("finished", "run", f"step {total_steps}", total_steps)
     write_report(run_dir)
+
+
+@contextmanager
+def _while_training() -> Iterator[None]:
+    try:
+        yield
+    except VerlError as error:
+        # Every input had been found good. Only the user's reward function shows its faults this late.
+        error.bad_input = isinstance(error, RewardError) and error.bad_input
+        if isinstance(error, WorkerDiedError):
+            error.while_training = True
+        raise
 
 
 def say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:
