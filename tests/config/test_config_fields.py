@@ -104,6 +104,7 @@ OTHER = {
     "rollout.min_workers": ("2",),
     "rollout.max_workers": ("2",),
     "rollout.enable_prefix_caching": ("true",),
+    "rollout.enforce_eager": ("true",),
     "rollout.stop": ("['</answer>']",),
     "rollout.stop_token_ids": ("[5]",),
     "rollout.ignore_eos": ("true",),

@@ -29,7 +29,7 @@ def states(policy: PolicyModel) -> torch.Tensor:
 def test_bits_of_the_modules(family: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         policy = random_policy(family, dtype)
-        assert (policy._plain is not None) == (family in PLAIN)
+        assert (policy.plain is not None) == (family in PLAIN)
         if family in PLAIN:
             same_bits(policy)
 
@@ -59,7 +59,7 @@ def test_gradients_of_turning() -> None:
 
 
 def test_layers_without_positions_are_not_taken_for_others() -> None:
-    assert random_policy("smollm3", no_rope_layers=[1, 0])._plain is None
+    assert random_policy("smollm3", no_rope_layers=[1, 0]).plain is None
 
 
 def test_changed_weights_are_seen() -> None:
@@ -74,14 +74,14 @@ def test_changed_weights_are_seen() -> None:
 def test_not_over_modules_with_something_of_their_own() -> None:
     hooked = random_policy("llama")
     hooked.model.model.layers[1].register_forward_pre_hook(lambda module, inputs: None)
-    assert hooked._plain is None
+    assert hooked.plain is None
 
     class Adapted(nn.Linear):
         """As an adapter begins: nothing is added yet."""
 
     adapted = random_policy("llama")
     adapted.model.model.layers[0].self_attn.q_proj.__class__ = Adapted
-    assert adapted._plain is None
+    assert adapted.plain is None
 
 
 def test_sharded_afterwards_the_modules_compute() -> None:

@@ -132,6 +132,8 @@ def with_ranks(config: Config, ranks: int) -> Config:
 def _agreement(parity: ParityReport | None, config: Config, report: Report) -> bool:
     """Whether the engine's log-probs are proven to be the trainer's; said in words."""
     assert parity is not None
+    if parity.decoding:
+        report(f"responses are decoded {parity.decoding}")
     if parity.exact:
         report(f"engine and trainer agree to the bit ({parity.tokens} log-probs of {config.model.dtype} compared)")
     elif not parity.differing:

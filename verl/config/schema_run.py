@@ -105,6 +105,9 @@ class RolloutConfig(Section):
     weight_sync: Literal["shared_memory", "disk"] = "shared_memory"
     """Rollout workers of their own: how new weights reach them. shared_memory: once for each machine, over Ray, mapped
     by its workers; disk: as a file in the run's folder, which all machines must share."""
+    enforce_eager: bool = False
+    """Decode with torch's operators alone. false: on CPUs with AMX and a C compiler, models of Llama's kin in bfloat16
+    decode in compiled code, with the same bits."""
     enable_prefix_caching: bool = False
     """Keep the keys and values of prompts for later prompts with the same beginning, until the weights change.
     Responses to one prompt share it anyway."""

@@ -28,21 +28,21 @@ class PlainDecoder:
     """
 
     def __init__(self, decoder: Any, rule: RowRule, rules: dict[int, AttentionRule]) -> None:
-        self._decoder, self._rule = decoder, rule
-        self._layers = [(layer, rules[i]) for i, layer in enumerate(decoder.layers)]
-        self._kind = type(self._layers[0][0])
+        self.decoder, self.rule = decoder, rule
+        self.layers = [(layer, rules[i]) for i, layer in enumerate(decoder.layers)]
+        self._kind = type(self.layers[0][0])
 
     @property
     def whole(self) -> bool:
         """Whether the layers are still what they were: those that are sharded work inside their modules only."""
-        return type(self._decoder.layers[0]) is self._kind
+        return type(self.decoder.layers[0]) is self._kind
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states (T, H) of packed tokens (T,)."""
-        decoder, rule = self._decoder, self._rule
+        decoder, rule = self.decoder, self.rule
         x = decoder.embed_tokens(input_ids)
-        turn = _turn(*decoder.rotary_emb(x[None], position_ids=position_ids[None]))
-        for number, (layer, attention_rule) in enumerate(self._layers):
+        turn = self.turn(x, position_ids)
+        for number, (layer, attention_rule) in enumerate(self.layers):
             attention, mlp = layer.self_attn, layer.mlp
             normed = _norm(layer.input_layernorm, x)
             query, key, value = (
@@ -60,7 +60,14 @@ class PlainDecoder:
             x = _sum(linear_rows(seen, attention.o_proj.weight, attention.o_proj.bias, rule), x)
             normed = _norm(layer.post_attention_layernorm, x)
             x = _sum(gated_mlp(normed, *((part.weight, part.bias) for part in _gated(mlp)), rule), x)  # type: ignore[call-arg,arg-type]
-        return _norm(decoder.norm, x)
+        return self.last_norm(x)
+
+    def last_norm(self, x: Tensor) -> Tensor:
+        return _norm(self.decoder.norm, x)
+
+    def turn(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (T, 1, D) by which queries and keys at these positions are turned; see :func:`_turned`."""
+        return _turn(*self.decoder.rotary_emb(x[None], position_ids=position_ids[None]))
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class PolicyModel(nn.Module):
         return follow_row_rule(self.model)
 
     @cached_property
-    def _plain(self) -> PlainDecoder | None:
+    def plain(self) -> PlainDecoder | None:
         return plain_decoder(self.model.base_model, self.rows)
 
     def forward(
@@ -89,8 +89,8 @@ class PolicyModel(nn.Module):
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states (T, H) of packed tokens (T,), T of :meth:`RowRule.padded`."""
         modules = torch.is_grad_enabled() and self.model.training  # they may be told to compute again
-        if not modules and self._plain is not None and self._plain.whole:
-            return self._plain(input_ids, position_ids, context)
+        if not modules and self.plain is not None and self.plain.whole:
+            return self.plain(input_ids, position_ids, context)
         return decoder_states(self.model.base_model, input_ids, position_ids, context)
 
     def logits(self, hidden: Tensor, temperature: float | Tensor = 1.0) -> Tensor:

@@ -95,7 +95,7 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -
     """``F.linear`` under a row rule: x (..., T, H) with T a multiple of the rule's, weight (O, H) -> (..., T, O)."""
     if rule.block is None:
         return F.linear(x, weight, bias)
-    packed = _packed_weight(weight, rule) if rule.packed else None
+    packed = packed_weight(weight, rule) if rule.packed else None
     if packed is not None and x.numel() <= rule.block * x.shape[-1] and not torch.is_grad_enabled():
         return _product(x, packed, bias, rule.least)
     return _BlockedLinear.apply(x, weight, bias, rule, packed)  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ def forget_packed(weight: Tensor) -> None:
     vars(_holder(weight)).pop("_verl_packed", None)
 
 
-def _packed_weight(weight: Tensor, rule: RowRule) -> Tensor:
+def packed_weight(weight: Tensor, rule: RowRule) -> Tensor:
     """The weight in oneDNN's layout, kept beside the parameter until its values or its memory change."""
     holder, rows = _holder(weight), 1 if weight.shape in rule.single else MANY
     stamp = (weight.data_ptr(), weight._version, weight.shape, rows)

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -24,16 +25,20 @@ from verl.models.attention import KEY_BLOCK
 from verl.models.memory import free_memory, total_memory
 from verl.models.policy import PolicyModel, model_device
 from verl.rollout.blocks import BlockManager, blocks_for
+from verl.rollout.native.build import Unavailable
+from verl.rollout.native.decoder import NativeDecoder
+from verl.rollout.native.head import NativeHead
 from verl.rollout.paged import KVPool, PagedContext
 from verl.rollout.protocol import BIT_PARITY, SHARED_WEIGHTS, EngineStats, Request, Result, Slot
 from verl.rollout.sampling import Sampler
-from verl.rollout.scheduler import Plan, Scheduler, Sequence
+from verl.rollout.scheduler import Plan, Scheduler, Sequence, Work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.config import DataConfig, RolloutConfig
 
+T = TypeVar("T")
 DIVERGED_FIX = "train with a lower learning rate, from an earlier checkpoint"
 # Of the memory that is free when the engine is made, for a pool whose size nobody gave.
 POOL_SHARE = 0.5
@@ -54,6 +59,7 @@ class EngineLimits:
         longest: tokens of the longest prompt and response together, where that is known.
         prefix_cache: blocks of prompts stay for later requests with the same beginning, until the weights change.
         engines: that share this machine's main memory.
+        eager: decode with torch's operators, even where compiled code has the same bits.
     """
 
     max_num_seqs: int = 64
@@ -62,12 +68,13 @@ class EngineLimits:
     longest: int | None = None
     prefix_cache: bool = False
     engines: int = 1
+    eager: bool = False
 
     @classmethod
     def of_run(cls, rollout: RolloutConfig, data: DataConfig, engines: int = 1) -> EngineLimits:
         longest = data.max_prompt_length + data.max_response_length
         sizes = rollout.max_num_seqs, rollout.max_num_batched_tokens, rollout.kv_cache_gb
-        return cls(*sizes, longest, rollout.enable_prefix_caching, engines)
+        return cls(*sizes, longest, rollout.enable_prefix_caching, engines, rollout.enforce_eager)
 
 
 class EmbeddedEngine:
@@ -111,6 +118,7 @@ class EmbeddedEngine:
         self._largest_layer = max(layers, default=0)
         weight = policy.model.get_output_embeddings().weight
         self._sampler = Sampler(weight.shape[0], model_device(policy))
+        self.eager, self.eager_because = limits.eager, ""
         self._version = 0
         self._paused = False
         self._refused: list[Result] = []
@@ -187,14 +195,9 @@ class EmbeddedEngine:
         work, device = plan.work, model_device(self.policy)
         self._pool.acquire()
         self._pool.copy(plan.copies)
-        context = PagedContext(self._pool, work, device)
         tokens = [token for part in work for token in part.sequence.tokens(part.start, part.end)]
-        rule = self.policy.rows
-        fill = rule.padded(len(tokens)) - len(tokens)
-        positions = F.pad(context.positions, (0, fill))
-        ids = torch.tensor(tokens + [0] * fill, device=device)
-        with _threads(1 if max(len(ids), rule.least) * self._largest_layer <= ONE_THREAD else torch.get_num_threads()):
-            hidden = self.policy.hidden_states(ids, positions, context)
+        native = self._native if len(tokens) == len(work) else None
+        hidden = self._operators(tokens, work) if native is None else native(tokens, work, self._pool)
         lengths = [part.end - part.start for part in work]
         single = lengths.count(1)
         self._decoded += single
@@ -202,11 +205,48 @@ class EmbeddedEngine:
         ends = np.cumsum(lengths)[[part.samples for part in work]]
         return hidden.index_select(0, torch.from_numpy(ends - 1).to(device))
 
+    def _operators(self, tokens: list[int], work: list[Work]) -> Tensor:
+        """Hidden states of the work's tokens by torch's operators, and perhaps of some that fill them up."""
+        device, rule = model_device(self.policy), self.policy.rows
+        context = PagedContext(self._pool, work, device)
+        fill = rule.padded(len(tokens)) - len(tokens)
+        positions = F.pad(context.positions, (0, fill))
+        ids = torch.tensor(tokens + [0] * fill, device=device)
+        with _threads(1 if max(len(ids), rule.least) * self._largest_layer <= ONE_THREAD else torch.get_num_threads()):
+            return self.policy.hidden_states(ids, positions, context)
+
+    @cached_property
+    def _native(self) -> NativeDecoder | None:
+        return self._compiled(NativeDecoder)
+
+    @cached_property
+    def _native_head(self) -> NativeHead | None:
+        return self._compiled(NativeHead)
+
+    @property
+    def decoding(self) -> str:
+        """By what tokens are decoded, in words; nothing where there is no choice."""
+        if self.eager or model_device(self.policy).type != "cpu":
+            return ""
+        return "by torch's operators: " + self.eager_because if self._native is None else "in compiled code"
+
+    def _compiled(self, kind: type[T]) -> T | None:
+        if self.eager:
+            return None
+        try:
+            return kind(self.policy)  # type: ignore[call-arg]
+        except Unavailable as reason:
+            self.eager_because = str(reason)
+            return None
+
     def _advance(self, sequences: list[Sequence], hidden: Tensor) -> list[Result]:
         """Sample the next token of these sequences; the responses that end with it."""
         temperatures = self._sampler.temperatures(sequences)
-        pieces = self.policy.logits_by_piece(hidden, temperatures, self._sampler.rows_at_once)
-        drawn = self._sampler.draw(pieces, sequences)
+        if self._native_head is not None and self._sampler.is_plain(sequences):
+            drawn = self._native_head.draw(hidden, temperatures, self._sampler.uniforms(sequences))
+        else:
+            pieces = self.policy.logits_by_piece(hidden, temperatures, self._sampler.rows_at_once)
+            drawn = self._sampler.draw(pieces, sequences)
         for sequence, token, log_prob, mass in zip(
             sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.kept_log_mass.tolist(), strict=True
         ):

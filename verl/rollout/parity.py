@@ -7,7 +7,7 @@ engine's by proof; where it does not, the run says so and computes them again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,12 +28,19 @@ class ParityReport:
     differing: int
     largest: float
     proven: bool = True  # rows of the model's matmuls keep their bits; else equal log-probs may be a coincidence
+    decoding: str = ""  # by what the engine decodes, in words, where it is known
 
     @classmethod
     def total(cls, parts: Sequence[ParityReport]) -> ParityReport:
         """Of several engines."""
         tokens, differing = sum(part.tokens for part in parts), sum(part.differing for part in parts)
-        return cls(tokens, differing, max(part.largest for part in parts), all(part.proven for part in parts))
+        return cls(
+            tokens,
+            differing,
+            max(part.largest for part in parts),
+            all(part.proven for part in parts),
+            parts[0].decoding,
+        )
 
     @property
     def exact(self) -> bool:
@@ -58,7 +65,8 @@ def check_parity(
         temperature: of the training sampling.
     """
     requests = probe_requests(policy, rows, longest, group_size, temperature)
-    return compare(policy, requests, generate(engine, requests), temperature)
+    report = compare(policy, requests, generate(engine, requests), temperature)
+    return replace(report, decoding=getattr(engine, "decoding", ""))
 
 
 def compare(policy: PolicyModel, requests: list[Request], results: list[Result], temperature: float) -> ParityReport:

@@ -53,12 +53,19 @@ class Sampler:
         Args:
             pieces: tempered logits, (``rows_at_once``, V) each, the last of the N rows that are left.
         """
-        every = self._rows_of(drafts)
-        positions = np.array([len(draft.ids) for draft in drafts], dtype=np.int64)
-        uniform = torch.from_numpy(uniforms(np.concatenate([rows.seeds for rows in every]), positions))
-        each = uniform.to(self._device).split(self.rows_at_once)
-        drawn = [sample(*piece) for piece in zip(pieces, each, every, strict=True)]
+        each = self.uniforms(drafts).split(self.rows_at_once)
+        drawn = [sample(*piece) for piece in zip(pieces, each, self._rows_of(drafts), strict=True)]
         return SampledTokens(*(torch.cat([getattr(part, name) for part in drawn]) for name in vars(drawn[0])))
+
+    def uniforms(self, drafts: Sequence[Draft]) -> Tensor:
+        """(N,) float32 in [0, 1): the next draw of each draft's random stream."""
+        seeds = np.concatenate([rows.seeds for rows in self._rows_of(drafts)])
+        positions = np.array([len(draft.ids) for draft in drafts], dtype=np.int64)
+        return torch.from_numpy(uniforms(seeds, positions)).to(self._device)
+
+    def is_plain(self, drafts: Sequence[Draft]) -> bool:
+        """Whether every row samples the model's own distribution, or its likeliest token."""
+        return all(rows.adjustments is None and not len(rows.cut) for rows in self._rows_of(drafts))
 
     def _rows_of(self, drafts: Sequence[Draft]) -> list[RowParameters]:
         if len(drafts) != len(self._drafts) or not all(map(is_, drafts, self._drafts)):
@@ -114,9 +121,9 @@ def sample(logits: Tensor, uniform: Tensor, rows: RowParameters) -> SampledToken
     if len(rows.greedy) == len(logits):
         tokens = most_likely(logits)
     else:
-        probs = log_p.exp()
+        probs = logits.softmax(-1)
         if len(other):
-            probs[rows.adjusted] = torch.log_softmax(other, -1).exp()
+            probs[rows.adjusted] = other.softmax(-1)
         if len(rows.cut):
             probs[rows.cut], mass[rows.cut] = truncate(probs[rows.cut], rows.top_p, rows.top_k, rows.min_p)
         tokens = draw(probs, uniform)
@@ -129,12 +136,19 @@ def sample(logits: Tensor, uniform: Tensor, rows: RowParameters) -> SampledToken
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """(N,) tokens: the first whose share of the mass, with all before it, exceeds ``uniform``. ``probs``: (N, V)."""
-    blocks = _by_block(probs, torch.sum).cumsum(-1)
+    return draw_by_block(
+        _by_block(probs, torch.sum), uniform, lambda block: _in_block(probs, block, 0.0), probs.shape[1]
+    )
+
+
+def draw_by_block(masses: Tensor, uniform: Tensor, in_block: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    """:func:`draw` from the blocks' masses (N, blocks) and the probabilities (N, BLOCK) of one block (N, 1) of each."""
+    blocks = masses.cumsum(-1)
     target = uniform[:, None] * blocks[:, -1:]
     block = _first_above(blocks, target)
     rest = target - pad(blocks, (1, 0)).gather(1, block)
-    token = block * BLOCK + _first_above(_in_block(probs, block, 0.0).cumsum(-1), rest)
-    return token[:, 0].clamp(max=probs.shape[1] - 1)
+    token = block * BLOCK + _first_above(in_block(block).cumsum(-1), rest)
+    return token[:, 0].clamp(max=size - 1)
 
 
 def most_likely(logits: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Compiled parts of the embedded engine, with the bits of torch's operators."""

@@ -1,0 +1,262 @@
+/* Numbers in bfloat16, exponentials, sums and products with the bits of torch's operators and oneDNN's.
+ *
+ * Every sum is taken in the order in which torch 2 and oneDNN 3 take it on a CPU with AVX-512 and AMX; build.py looks
+ * whether it holds. Shape legend: R rows, a multiple of 16. All other sizes are multiples of 32.
+ */
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+#define TILE 16
+#define ALIGNED __attribute__((aligned(64)))
+
+/* --- bfloat16 ---------------------------------------------------------------------------------------------------- */
+
+static inline __m512 load(const bf16 *from) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline __m256i narrowed(__m512 x) { /* to the nearest, of two the even one */
+    __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0)));
+}
+
+static inline void store(bf16 *to, __m512 x) { _mm256_storeu_si256((void *)to, narrowed(x)); }
+
+static inline __m512 rounded(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(x)), 16));
+}
+
+/* --- elementwise ------------------------------------------------------------------------------------------------- */
+
+static inline __m512 power_of_two(__m512i exponent) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23));
+}
+
+/* The exponential within one unit in the last place, by the polynomial of the Sleef library (Shibata and Petrogalli,
+ * 2020), which torch's vectors use. */
+static inline __m512 exponential(__m512 x) {
+    static const float terms[] = {0.00139304355252534151f, 0.00833336077630519867f, 0.0416664853692054749f,
+                                  0.166666671633720398f, 0.5f};
+    __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
+    __m512 rest = _mm512_fmadd_ps(whole, _mm512_set1_ps(-0.693145751953125f), x);
+    rest = _mm512_fmadd_ps(whole, _mm512_set1_ps(-1.428606765330187045e-06f), rest);
+    __m512 sum = _mm512_set1_ps(0.000198527617612853646f);
+    for (int i = 0; i < 5; i++) sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(terms[i]));
+    sum = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_fmadd_ps(_mm512_mul_ps(rest, rest), sum, rest));
+    __m512i exponent = _mm512_cvtps_epi32(whole), half = _mm512_srai_epi32(exponent, 1);
+    sum = _mm512_mul_ps(_mm512_mul_ps(sum, power_of_two(half)), power_of_two(_mm512_sub_epi32(exponent, half)));
+    sum = _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-104.0f), _CMP_LT_OQ), _mm512_setzero_ps());
+    return _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(_mm512_set1_ps(100.0f), x, _CMP_LT_OQ), _mm512_set1_ps(INFINITY));
+}
+
+/* Sum of x, or of its squares, in the order of torch's sum over a contiguous dimension: four accumulators of 8 lanes,
+ * each a cascade of partial sums over at least 16 terms (Higham, 1993: pairwise summation, its base case unrolled). */
+static inline __attribute__((always_inline)) float cascade(const float *x, int64_t count, int squared) {
+    __m256 sums[4][4];
+    for (int i = 0; i < 16; i++) sums[i / 4][i % 4] = _mm256_setzero_ps();
+    int64_t vectors = count / 8, fours = vectors / 4, power = 0, i = 0;
+    while ((1LL << power) < fours) power++;
+    power = power / 4 > 4 ? power / 4 : 4;
+    int64_t step = 1LL << power;
+#define ADD(sum, place)                                                                                                \
+    do {                                                                                                               \
+        __m256 value = _mm256_loadu_ps(x + (place) * 8);                                                               \
+        sum = _mm256_add_ps(sum, squared ? _mm256_mul_ps(value, value) : value);                                       \
+    } while (0)
+    while (i + step <= fours) {
+        for (int64_t j = 0; j < step; j++, i++)
+            for (int k = 0; k < 4; k++) ADD(sums[0][k], i * 4 + k);
+        for (int level = 1; level < 4; level++) {
+            for (int k = 0; k < 4; k++) {
+                sums[level][k] = _mm256_add_ps(sums[level][k], sums[level - 1][k]);
+                sums[level - 1][k] = _mm256_setzero_ps();
+            }
+            if (i & ((step - 1) << (level * power))) break;
+        }
+    }
+    for (; i < fours; i++)
+        for (int k = 0; k < 4; k++) ADD(sums[0][k], i * 4 + k);
+    for (int level = 1; level < 4; level++)
+        for (int k = 0; k < 4; k++) sums[0][k] = _mm256_add_ps(sums[0][k], sums[level][k]);
+    for (i = fours * 4; i < vectors; i++) ADD(sums[0][0], i);
+    for (int k = 1; k < 4; k++) sums[0][0] = _mm256_add_ps(sums[0][0], sums[0][k]);
+    float lanes[8], total = 0;
+    _mm256_storeu_ps(lanes, sums[0][0]);
+    for (int k = 0; k < 8; k++) total += lanes[k];
+    return total;
+}
+
+
+static inline float sum_of_lanes(__m512 x) { /* in the order of torch's vectors */
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4E));
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xB1));
+    x = _mm512_add_ps(x, _mm512_shuffle_ps(x, x, 0x4E));
+    return _mm512_cvtss_f32(_mm512_add_ps(x, _mm512_shuffle_ps(x, x, 0xB1)));
+}
+
+/* exp(x - most) in place and their sum, in the order of torch's softmax over the last dimension. */
+static float exponentials(float *x, int64_t count, float most) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += TILE) {
+        __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(most)));
+        _mm512_storeu_ps(x + i, e);
+        sum = _mm512_add_ps(sum, e);
+    }
+    return sum_of_lanes(sum);
+}
+
+static float largest(const float *x, int64_t count) {
+    __m512 most = _mm512_loadu_ps(x);
+    for (int64_t i = TILE; i < count; i += TILE) most = _mm512_max_ps(most, _mm512_loadu_ps(x + i));
+    return _mm512_reduce_max_ps(most);
+}
+
+/* --- products ---------------------------------------------------------------------------------------------------- */
+
+/* How oneDNN computes a kind of product. */
+typedef struct {
+    int64_t width; /* outputs that lie together */
+    int64_t chunk; /* inputs after which a sum begins anew */
+} Product;
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} ALIGNED Tiles;
+
+/* oneDNN may take the tiles to be as it left them: they are put back afterwards. */
+static void take_tiles(Tiles *before) {
+    __asm__ volatile("sttilecfg %0" : "=m"(*before));
+    Tiles all = {.palette = 1};
+    for (int i = 0; i < 8; i++) all.bytes[i] = 64, all.rows[i] = TILE;
+    _tile_loadconfig(&all);
+}
+
+static void give_tiles(const Tiles *before) { __asm__ volatile("ldtilecfg %0" : : "m"(*before)); }
+
+#define AHEAD 8192 /* bytes of a weight that are fetched before they are needed */
+#define MULTIPLY(sum, a, b) _tile_dpbf16ps(sum, a, b)
+#define ROWS(tile, number) _tile_loadd(tile, x + (number) * TILE * inputs + i, inputs * 2)
+#define COLUMNS(tile, number)                                                                                          \
+    do {                                                                                                               \
+        const bf16 *at = weights[number] + i * width;                                                                  \
+        for (int line = 0; line < 16; line++)                                                                          \
+            _mm_prefetch((const char *)(at + line * width * 2) + AHEAD, _MM_HINT_T0);                                  \
+        _tile_loadd(tile, at, width * 4);                                                                              \
+    } while (0)
+
+/* Sums over inputs [from, to) of rows x columns tiles, (16, 16) each: four where there are as many, since a product
+ * waits for the one before it into the same tile. 4 columns are of one row, 2 of up to two. */
+static void tile_sums(const bf16 *x, const bf16 **weights, int64_t width, int64_t inputs, int64_t from, int64_t to,
+                      int rows, int columns, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    if (columns == 4)
+        for (int64_t i = from; i < to; i += 32) {
+            ROWS(4, 0);
+            COLUMNS(5, 0);
+            MULTIPLY(0, 4, 5);
+            COLUMNS(6, 1);
+            MULTIPLY(1, 4, 6);
+            COLUMNS(7, 2);
+            MULTIPLY(2, 4, 7);
+            COLUMNS(5, 3);
+            MULTIPLY(3, 4, 5);
+        }
+    else if (columns == 2)
+        for (int64_t i = from; i < to; i += 32) {
+            ROWS(4, 0);
+            COLUMNS(6, 0);
+            MULTIPLY(0, 4, 6);
+            COLUMNS(7, 1);
+            MULTIPLY(1, 4, 7);
+            if (rows > 1) {
+                ROWS(5, 1);
+                MULTIPLY(2, 5, 6);
+                MULTIPLY(3, 5, 7);
+            }
+        }
+    else
+        for (int64_t i = from; i < to; i += 32) {
+            COLUMNS(7, 0);
+            ROWS(4, 0);
+            MULTIPLY(0, 4, 7);
+            if (rows > 1) {
+                ROWS(5, 1);
+                MULTIPLY(1, 5, 7);
+            }
+            if (rows > 2) {
+                ROWS(6, 2);
+                MULTIPLY(2, 6, 7);
+            }
+            if (rows > 3) {
+                ROWS(4, 3);
+                MULTIPLY(3, 4, 7);
+            }
+        }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
+}
+
+/* out (R, outputs) = x (R, inputs) weight' + bias, of outputs [first, last), multiples of 32. Sums of each chunk of
+ * inputs are taken apart and then added, as oneDNN does it to share a product among cores. */
+static void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *out, int64_t R, int64_t inputs,
+                   int64_t outputs, Product how, int64_t first, int64_t last) {
+    float sums[4 * 256] ALIGNED, total[4 * 256] ALIGNED;
+    const bf16 *weights[4];
+    int columns;
+    for (int64_t column = first; column < last; column += columns * TILE) {
+        columns = R > 32 ? 1 : R > 16 || last - column < 64 ? 2 : 4;
+        for (int64_t i = 0, at = column; i < columns; i++, at += TILE)
+            weights[i] = weight + at / how.width * how.width * inputs + at % how.width * 2;
+        for (int64_t row = 0; row < R; row += 4 * TILE) {
+            int rows = R - row > 48 ? 4 : (int)(R - row) / TILE;
+            for (int64_t from = 0; from < inputs; from += how.chunk) {
+                int64_t to = from + how.chunk < inputs ? from + how.chunk : inputs;
+                float *into = from ? sums : total;
+                tile_sums(x + row * inputs, weights, how.width, inputs, from, to, rows, columns, into);
+                for (int i = 0; from && i < 4 * 256; i += TILE)
+                    _mm512_store_ps(total + i, _mm512_add_ps(_mm512_load_ps(total + i), _mm512_load_ps(sums + i)));
+            }
+            for (int tile = 0; tile < rows * columns; tile++) {
+                int64_t place = column + tile % columns * TILE;
+                bf16 *to = out + (row + tile / columns * TILE) * outputs + place;
+                __m512 constant = bias ? load(bias + place) : _mm512_setzero_ps();
+                for (int line = 0; line < TILE; line++, to += outputs) {
+                    __m512 value = _mm512_load_ps(total + tile * 256 + line * TILE);
+                    store(to, bias ? _mm512_add_ps(value, constant) : value);
+                }
+            }
+        }
+    }
+}
+
+/* [first, last) of this thread's share of count, in units. */
+static void share(int64_t count, int64_t unit, int64_t *first, int64_t *last) {
+    int64_t units = (count + unit - 1) / unit, threads = omp_get_num_threads(), me = omp_get_thread_num();
+    *first = units * me / threads * unit;
+    *last = units * (me + 1) / threads * unit;
+    if (*last > count) *last = count;
+}
+
+#define SHARE(count, unit)                                                                                             \
+    int64_t first, last;                                                                                               \
+    share(count, unit, &first, &last)
+
+static void project(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *out, int64_t R, int64_t inputs,
+                    int64_t outputs, Product how) {
+    SHARE(outputs, 32);
+    linear(x, weight, bias, out, R, inputs, outputs, how, first, last);
+}
