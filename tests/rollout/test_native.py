@@ -14,6 +14,7 @@ from toy_models import random_policy
 
 from verl.errors import EngineError
 from verl.models.policy import PolicyModel
+from verl.rollout import embedded
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.native import build
 from verl.rollout.native.build import Product, Unavailable, find_product
@@ -85,6 +86,16 @@ def test_bits_of_the_operators(family: str) -> None:
     engine = compiled(policy)
     same(generate(engine, requests()), generate(make_engine(policy, 24, eager=True), requests()))
     assert engine.stats().blocks_used == 0
+
+
+@needs_amx
+@pytest.mark.parametrize("limit", [1024, 40, 0])
+def test_prompts_in_chunks_beside_responses(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are taken again as responses end: new prompts are computed, by either, beside tokens that decode."""
+    monkeypatch.setattr(embedded, "COMPILED_TOKENS", limit)
+    policy = policy_of("llama")
+    expected = generate(make_engine(policy, 24, eager=True), requests())
+    same(generate(make_engine(policy, 5, 70), requests()), expected)
 
 
 @needs_amx

@@ -1,4 +1,4 @@
-/* One token of each of many sequences through the layers of Llama and its kin, with the bits of torch's operators.
+/* New tokens of many sequences through the layers of Llama and its kin, with the bits of torch's operators.
  *
  * Between its matrix products a decode step is some two thousand small operations, each of which takes longer to call
  * than to compute. Here it is one call, and every intermediate result is rounded to bfloat16 where theirs is.
@@ -123,7 +123,7 @@ static void add_values(const bf16 *weights, int64_t stride, const bf16 *values, 
     }
 }
 
-/* One row's G queries (G, D) of a key-value head over its blocks, into out (G, D). scores: 16 rows of all its keys in
+/* One token's G queries (G, D) of a key-value head over its blocks, into out (G, D). scores: 16 rows of all its keys in
  * float32; weights: the same in bfloat16, zeros behind the G-th row. */
 static void attend(const bf16 *query, const Layer *layer, const Sizes *sizes, int64_t head, const int32_t *blocks,
                    int64_t length, bf16 *out, float *scores, bf16 *weights, float *sums) {
@@ -163,7 +163,7 @@ static void attend(const bf16 *query, const Layer *layer, const Sizes *sizes, in
 
 /* --- the layers -------------------------------------------------------------------------------------------------- */
 
-/* Norms, turns, and the new key and value to their place in the row's last block. */
+/* Norms, turns, and the new key and value to their place in the token's block. */
 static void turn_rows(const Layer *layer, const Sizes *n, bf16 *q, bf16 *k, const bf16 *v, const bf16 *cos,
                       const bf16 *sin, const int32_t *blocks, const int32_t *lengths, float *wide) {
     int64_t D = n->D;
@@ -185,7 +185,7 @@ static void turn_rows(const Layer *layer, const Sizes *n, bf16 *q, bf16 *k, cons
 }
 
 /* x (R, H): embeddings in, last hidden states out. cos, sin (T, D); blocks (T, most_blocks);
- * lengths (T,): keys of each row, the new one included. space: bfloat16 of (R, 2 H + 2 A D + 2 K D + 2 F); scratch: of
+ * lengths (T,): keys that each token sees, its own included. space: bfloat16 of (R, 2 H + 2 A D + 2 K D + 2 F); scratch: of
  * every thread, bytes_of_scratch. */
 void decode(const Sizes *n, const Layer *layers, const bf16 *last_norm, bf16 *x, const bf16 *cos, const bf16 *sin, const int32_t *blocks,
             const int32_t *lengths, bf16 *space, float *scratch, int64_t floats_of_scratch, int threads) {
@@ -215,8 +215,9 @@ void decode(const Sizes *n, const Layer *layers, const bf16 *last_norm, bf16 *x,
             project(normed, layer->v, layer->v_bias, v, R, H, K * D, n->kv);
 #pragma omp barrier
             turn_rows(layer, n, q, k, v, cos, sin, blocks, lengths, wide);
+#pragma omp barrier /* a token of a prompt sees those before it */
             {
-                SHARE(T * K, 1); /* the same rows and heads that this thread has turned */
+                SHARE(T * K, 1);
                 for (int64_t i = first; i < last; i++)
                     attend(q + i * G * D, layer, n, i % K, blocks + i / K * n->most_blocks, lengths[i / K],
                            seen + i * G * D, scores, weights, sums);

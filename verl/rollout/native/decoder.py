@@ -84,25 +84,27 @@ class NativeDecoder:
         self._probe()
 
     def __call__(self, tokens: list[int], work: list[Work], pool: KVPool) -> Tensor:
-        """Last hidden states (T, H) of one token of each row of work, whose key and value are written into the pool."""
+        """Last hidden states (T, H) of the work's tokens, whose keys and values are written into the pool."""
+        lengths = [part.end - part.start for part in work]
         blocks = [part.sequence.blocks[: (part.end - 1) // KEY_BLOCK + 1] for part in work]
         table = np.zeros((len(work), max(map(len, blocks))), dtype=np.int32)
         for row, some in enumerate(blocks):
             table[row, : len(some)] = some
+        table = np.repeat(table, lengths, axis=0)
         self._point(pool)
-        sizes, threads, rows = self._sizes, torch.get_num_threads(), len(work)
+        sizes, threads, rows = self._sizes, torch.get_num_threads(), len(tokens)
         sizes.T, sizes.most_blocks = table.shape
-        places = torch.tensor([part.start for part in work])
+        places = torch.from_numpy(np.concatenate([np.arange(part.start, part.end) for part in work]))
         fill = -rows % 16
         x = self._plain.decoder.embed_tokens(torch.tensor(tokens + [0] * fill))
         cos, sin = (part.contiguous() for part in self._plain.turn(x, places))
-        lengths = (places + 1).to(torch.int32)
+        seen = (places + 1).to(torch.int32)
         width = 2 * (sizes.H + sizes.A * sizes.D + sizes.K * sizes.D + sizes.F)
         space = self._space.take("rows", (rows + fill) * width, x.dtype)
         keys, group = sizes.most_blocks * KEY_BLOCK, sizes.A // sizes.K
         floats = max(sizes.H, sizes.D) + group * sizes.D + group * keys + 8 * keys
         scratch = self._space.take("scratch", threads * floats, torch.float32)
-        tensors = self._plain.decoder.norm.weight, x, cos, sin, torch.from_numpy(table), lengths, space, scratch
+        tensors = self._plain.decoder.norm.weight, x, cos, sin, torch.from_numpy(table), seen, space, scratch
         self._library.decode(
             ctypes.byref(sizes), self._layers, *map(address, tensors), ctypes.c_int64(floats), ctypes.c_int(threads)
         )
