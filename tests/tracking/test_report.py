@@ -199,7 +199,7 @@ START = event("started", 0, "run", "step 0 of 40")
     [
         ([], ""),
         ([START], "unfinished"),
-        ([START, event("stopped", 7, "run", "KeyboardInterrupt")], "stopped (KeyboardInterrupt)"),
+        ([START, event("stopped", 7, "run", "AlarmRaised")], "stopped (an alarm, see trainer.alarms)"),
         ([START, event("stopped", 7), event("resumed", 4, "run", "step 4 of 50"), event("odd")], "unfinished"),
         ([START, event("finished", 40)], "finished"),
     ],

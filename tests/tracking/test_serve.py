@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import threading
 import time
 import urllib.error
@@ -88,11 +89,43 @@ def test_an_open_page_follows_its_run(synthetic_run: RunDir, tmp_path: Path, mon
         assert "40 steps" in browser.run("byId('subtitle').textContent")
         with open(synthetic_run.metrics, "a") as file:
             file.write('{"step": 41, "critic/score/mean": 0.5}\n')
-        deadline = time.monotonic() + 20
-        while "41 steps" not in browser.run("document.body ? document.body.innerText : ''"):  # between two pages
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(browser, "41 steps")
         assert browser.console == []
+
+
+@pytest.mark.skipif(BINARY is None, reason="no chromium and no chrome is installed")
+def test_what_was_chosen_stays_when_the_page_loads_itself_anew(
+    synthetic_run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.tracking.serve.POLL_SECONDS", 0.1)
+    with Chromium(tmp_path / "profile") as browser:
+        with serving([synthetic_run]) as server:
+            browser.open(server.url)
+            browser.run("void document.querySelector('#metric-list button').click()")
+            browser.run(
+                "void (() => { const f = byId('filters').elements, c = byId('curve-switches').elements;"
+                " f.view.value = 'groups'; c.smooth.checked = false; document.activeElement.blur(); })()"
+            )
+            picked = browser.run("[...picked].join()")
+            with open(synthetic_run.metrics, "a") as file:
+                file.write('{"step": 41, "critic/score/mean": 0.5}\n')
+            wait_for(browser, "41 steps")
+            assert browser.run("byId('filters').elements.view.value") == "groups"
+            assert browser.run("byId('filters').elements.step.value") == "40"  # the newest with samples, not chosen
+            assert not browser.run("byId('curve-switches').elements.smooth.checked")
+            pressed = (
+                "[...document.querySelectorAll('.chip[aria-pressed=true]')].map((chip) => chip.dataset.name).join()"
+            )
+            assert picked and browser.run(pressed) == picked
+            assert browser.run("document.querySelector('.sample').matches('.group')")
+        wait_for(browser, "verl serve does not answer")
+
+
+def wait_for(browser: Chromium, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in browser.run("document.body ? document.body.innerText : ''"):  # between two pages
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_several_runs_are_compared(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
@@ -112,7 +145,8 @@ def test_other_addresses_ask_for_the_token_on_every_request(synthetic_run: RunDi
         assert server.token is not None and server.url.endswith(f"/?token={server.token}")
         for path in ("/", "/state", "/?token=", "/?token=wrong", "/nothing"):
             assert ask(server, path)[0] == 403, path
-        assert ask(server, "/", Cookie="verl_token=wrong")[0] == 403
+        assert ask(server, "/", Cookie=f"{server.cookie}=wrong")[0] == 403
+        assert str(server.server_port) in server.cookie  # a browser sends it to the other ports of the host as well
         assert ask(server, "/", Cookie="a=[")[0] == 403
         status, text, headers = ask(server, f"/?token={server.token}")
         assert (status, text, headers["Location"]) == (303, "", "/")
@@ -128,12 +162,13 @@ def test_b160_by_default_it_listens_on_loopback_alone(synthetic_run: RunDir) -> 
         assert server.server_address[0] == "127.0.0.1" and mine <= {"127.0.0.1", "::1"}
 
 
-def test_b155_many_at_once_get_a_port_each(synthetic_run: RunDir) -> None:
-    with ThreadPoolExecutor(16) as threads:
-        servers = list(threads.map(lambda _: ReportServer([synthetic_run], "127.0.0.1", 0), range(16)))
-    assert len({server.server_port for server in servers}) == 16
-    for server in servers:
-        server.server_close()
+def test_it_listens_on_an_address_of_ipv6(synthetic_run: RunDir) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6")
+    with serving([synthetic_run], "::1") as server:
+        assert server.token is None and urllib.request.urlopen(server.url + "state").status == 200
 
 
 def test_what_is_loopback() -> None:

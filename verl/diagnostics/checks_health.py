@@ -10,7 +10,7 @@ from verl.diagnostics.kinds import finding
 from verl.json_lines import json_line
 from verl.run_dir import EventRecord
 from verl.tracking import names
-from verl.tracking.report_health import LIFE, last_of_life, words
+from verl.tracking.report_health import LIFE, last_of_life, why_stopped, words
 
 # Counters of a step that should be zero, by finding: what it means and what it usually comes from.
 _COUNTERS = {
@@ -35,7 +35,7 @@ def stopped(evidence: Evidence) -> Iterator[Finding]:
     if last is None or last.kind != "stopped":
         return
     after = f" after step {last.step}" if last.step is not None else ""
-    yield finding("stopped", _text(last.detail) or "no reason noted", after=after)
+    yield finding("stopped", why_stopped(last) if last.detail else "no reason noted", after=after)
 
 
 def counters(evidence: Evidence) -> Iterator[Finding]:

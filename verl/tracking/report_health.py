@@ -11,6 +11,14 @@ from verl.run_dir import EventRecord
 
 # Events of every run; all other kinds are trouble. One without an end: it runs, or it was killed.
 LIFE = ("started", "resumed", "stopped", "finished")
+# What stops from outside leave in the events, in words; every other reason of a stop is an error.
+BY_HAND = {
+    "KeyboardInterrupt": "Ctrl-C",
+    "_Terminated": "SIGTERM",
+    "AlarmRaised": "an alarm, see trainer.alarms",
+    "SystemExit": "SIGTERM",
+    "BrokenPipeError": "the reader of its output was gone",
+}
 MAX_MARKS = 200
 
 
@@ -28,13 +36,18 @@ def last_of_life(events: Sequence[EventRecord]) -> EventRecord | None:
     return next((event for event in reversed(events) if event.kind in LIFE), None)
 
 
+def why_stopped(event: EventRecord) -> str:
+    """In words where it was stopped from outside, else the error's name."""
+    return BY_HAND.get(str(event.detail), str(event.detail))
+
+
 def status(events: Sequence[EventRecord], steps: int) -> str:
     """``finished``, ``unfinished`` or ``stopped (why)``; without a word in the events, empty."""
     last = last_of_life(events)
     if last is None:
         return ""
     if last.kind == "stopped":
-        return f"stopped ({last.detail})" if last.detail else "stopped"
+        return f"stopped ({why_stopped(last)})" if last.detail else "stopped"
     return "finished" if last.kind == "finished" and (last.step is None or last.step <= steps) else "unfinished"
 
 

@@ -24,15 +24,6 @@ STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "cra
 SHOWN_NAMES = 8
 SHOWN_EVENTS = 10
 
-# What stops from outside leave in the events, in words; every other reason of a stop is an error.
-_BY_HAND = {
-    "KeyboardInterrupt": "Ctrl-C",
-    "_Terminated": "SIGTERM",
-    "AlarmRaised": "an alarm, see trainer.alarms",
-    "SystemExit": "SIGTERM",
-    "BrokenPipeError": "the reader of its output was gone",
-}
-
 
 # --- finding --------------------------------------------------------------------------------------------------------
 
@@ -142,8 +133,8 @@ def _status(run_dir: RunDir, events: Sequence[EventRecord], has_metrics: bool) -
     if last.kind == "finished":
         return "finished", ""
     if last.kind == "stopped":
-        by_hand = _BY_HAND.get(str(last.detail))
-        return ("stopped", by_hand) if by_hand else ("crashed", str(last.detail))
+        by_hand = str(last.detail) in report_health.BY_HAND
+        return "stopped" if by_hand else "crashed", report_health.why_stopped(last)
     host = run_dir.lock_holder().get("host")
     if host not in (None, socket.gethostname()):
         return "unknown", f"a copy of a run on {host}, which may go on there"

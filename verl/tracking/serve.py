@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import re
 import secrets
+import socket
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -24,7 +25,7 @@ from verl.run_dir import RunDir
 from verl.tracking.report import comparison_data, render, report_data, require_run
 
 POLL_SECONDS = 5.0
-_COOKIE = "verl_token"
+_COOKIE = "verl_token_{}"  # browsers send the cookies of a machine to all of its ports
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -50,6 +51,7 @@ class ReportServer(ThreadingHTTPServer):
         self.host = host
         self._made: tuple[str, str] | None = None  # state, and the page of then
         self._making = Lock()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -60,6 +62,10 @@ class ReportServer(ThreadingHTTPServer):
     def url(self) -> str:
         name = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{name}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
+
+    @property
+    def cookie(self) -> str:
+        return _COOKIE.format(self.server_port)
 
     def state(self) -> str:
         """Changes whenever a file that the page is made from does."""
@@ -109,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if asked and self.server.token is not None and address.path == "/":
             # On to an address without the token, which would stay in histories and in what is sent as the referrer.
-            cookie = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(HTTPStatus.SEE_OTHER, "", Location="/", **{"Set-Cookie": cookie})
         elif address.path == "/":
             self._answer(HTTPStatus.OK, self.server.page(), "text/html")
@@ -120,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _cookie(self) -> str:
         try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
         except CookieError:
             return ""
         return found.value if found is not None else ""
