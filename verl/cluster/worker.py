@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ class Worker:
         if "rollout" not in roles:
             return None
         requests = self.parity_probe()
-        return self.compare(requests, self.generate(requests, None))
+        report = self.compare(requests, self.generate(requests, None))
+        return replace(report, decoding=self._engine.decoding)
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
         policy = PolicyModel(self._load_trained(device))

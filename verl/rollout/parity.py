@@ -7,7 +7,7 @@ engine's by proof; where it does not, the run says so and computes them again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,8 +65,7 @@ def check_parity(
         temperature: of the training sampling.
     """
     requests = probe_requests(policy, rows, longest, group_size, temperature)
-    report = compare(policy, requests, generate(engine, requests), temperature)
-    return replace(report, decoding=getattr(engine, "decoding", ""))
+    return compare(policy, requests, generate(engine, requests), temperature)
 
 
 def compare(policy: PolicyModel, requests: list[Request], results: list[Result], temperature: float) -> ParityReport:

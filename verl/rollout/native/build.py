@@ -76,9 +76,9 @@ def library() -> ctypes.CDLL:
 
 
 def _compile(path: Path) -> None:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = shutil.which("gcc") or shutil.which("cc")  # torch brings the OpenMP of gcc
     if compiler is None:
-        raise Unavailable("there is no C compiler (cc)")
+        raise Unavailable("there is no C compiler (gcc or cc)")
     handle, made = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
