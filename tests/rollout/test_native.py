@@ -13,11 +13,11 @@ from contract import groups, make_engine, random_prompts, request
 from toy_models import random_policy
 
 from verl.errors import EngineError
+from verl.models.native import build
+from verl.models.native.build import Product, Unavailable, find_product
 from verl.models.policy import PolicyModel
 from verl.rollout import embedded
 from verl.rollout.embedded import EmbeddedEngine
-from verl.rollout.native import build
-from verl.rollout.native.build import Product, Unavailable, find_product
 from verl.rollout.protocol import Request, Result, generate
 
 VOCABULARY = 544  # not a multiple of a block of draws

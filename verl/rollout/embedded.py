@@ -23,9 +23,9 @@ from transformers.pytorch_utils import Conv1D
 from verl.errors import EngineError
 from verl.models.attention import KEY_BLOCK
 from verl.models.memory import free_memory, total_memory
+from verl.models.native.build import Unavailable
 from verl.models.policy import PolicyModel, model_device
 from verl.rollout.blocks import BlockManager, blocks_for
-from verl.rollout.native.build import Unavailable
 from verl.rollout.native.decoder import NativeDecoder
 from verl.rollout.native.head import NativeHead
 from verl.rollout.paged import KVPool, PagedContext

@@ -1,1 +1,1 @@
-"""Compiled parts of the embedded engine, with the bits of torch's operators."""
+"""The embedded engine's steps in compiled code."""

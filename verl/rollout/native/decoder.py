@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verl.models.attention import KEY_BLOCK, AttentionRule
+from verl.models.native.build import MULTIPLE, Product, Space, Unavailable, address, find_product, laid_out, library
 from verl.models.policy import PolicyModel
-from verl.rollout.native.build import MULTIPLE, Product, Space, Unavailable, address, find_product, laid_out, library
 from verl.rollout.paged import KVPool, PagedContext
 from verl.rollout.scheduler import Work
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verl.models.log_probs import PLAIN
+from verl.models.native.build import Space, Unavailable, address, find_product, laid_out, library
 from verl.models.policy import PolicyModel
-from verl.rollout.native.build import Space, Unavailable, address, find_product, laid_out, library
 from verl.rollout.sampling import BLOCK, SampledTokens, draw, draw_by_block
 
 MOST_ROWS = 256  # whose logits exist at once

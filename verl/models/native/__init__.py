@@ -1,0 +1,1 @@
+"""Compiled code with the bits of torch's operators."""
