@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -49,6 +51,16 @@ ALL_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "smollm3": {},
 }
+
+
+def has_amx() -> bool:
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+
+
+needs_amx = pytest.mark.skipif(not has_amx(), reason="compiled code is for CPUs with AMX")
 
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from contract import groups, make_engine, random_prompts, request
-from toy_models import random_policy
+from toy_models import has_amx, needs_amx, random_policy
 
 from verl.errors import EngineError
 from verl.models.native import build
@@ -35,16 +35,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
     "mistral": {"sliding_window": 40},
 }
-
-
-def has_amx() -> bool:
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-
-
-needs_amx = pytest.mark.skipif(not has_amx(), reason="the compiled engine is for CPUs with AMX")
 
 
 def policy_of(family: str) -> PolicyModel:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl.models.attention import wide_dtype
+from verl.models.native.training import compiled
 from verl.models.rows import RowRule, linear_rows
 
 # Rows that are looked at together: what is computed of them stays in a core's cache. A multiple of 8, as all numbers of
@@ -24,6 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+    if (kernels := compiled(x, weight)) is not None:
+        return kernels.norm(x.view(-1, x.shape[-1]), weight, eps)[0].view(x.shape)
     return weight * _normalised(x, eps)[0]
 
 
@@ -40,6 +43,10 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        if (kernels := compiled(rows, weight)) is not None:
+            out, scale = kernels.norm(rows, weight, eps)
+            ctx.save_for_backward(rows, weight, scale)
+            return out.view(x.shape)
         out = torch.empty_like(rows)
         scales = []
         for part, into in _parts(rows, out):
@@ -54,6 +61,9 @@ class _RmsNorm(torch.autograd.Function):
         """With n = x s, s the scale of a row: dx = s (g w - n mean(g w n)), dw = sum of g n over rows."""
         rows, weight, scales = ctx.saved_tensors
         grad = grads[0].reshape(rows.shape)
+        if (kernels := compiled(rows, weight, grad)) is not None:
+            grad_x, grad_weight = kernels.norm_backward(rows, weight, scales, grad)
+            return grad_x.view(grads[0].shape), grad_weight.to(weight.dtype), None
         grad_x, wide = torch.empty_like(rows), scales.dtype
         grad_weight, wide_weight = torch.zeros_like(weight, dtype=wide), weight.to(wide)
         for x, g, scale, into in _parts(rows, grad, scales, grad_x):
@@ -76,8 +86,30 @@ def gated_mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, rule: RowRule) -> 
     """silu(gate(x)) * up(x) through ``down``, linear layers under a row rule (Shazeer, 2020: SwiGLU)."""
     if torch.is_grad_enabled():
         return _GatedMlp.apply(x, *gate, *up, *down, rule)  # type: ignore[no-any-return]
-    active = F.silu(linear_rows(x, *gate, rule), inplace=True)
-    return linear_rows(active.mul_(linear_rows(x, *up, rule)), *down, rule)
+    return linear_rows(_gated(linear_rows(x, *gate, rule), linear_rows(x, *up, rule)), *down, rule)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, some rows at a time."""
+    if (kernels := compiled(gate, up)) is not None:
+        return kernels.gate(gate, up)
+    product = torch.empty_like(gate)
+    for g, u, into in _parts(gate, up, product):
+        torch.mul(F.silu(g), u, out=into)
+    return product
+
+
+def _gated_backward(gate: Tensor, up: Tensor, by_product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up once more, and the gradients by gate and by up; ``by_product`` is overwritten."""
+    if (kernels := compiled(gate, up, by_product)) is not None:
+        return kernels.gate_backward(gate, up, by_product)
+    product, grad_gate, grad_up = (torch.empty_like(gate) for _ in range(3))
+    for g, u, by, into, into_gate, into_up in _parts(gate, up, by_product, product, grad_gate, grad_up):
+        active = F.silu(g)
+        torch.mul(active, u, out=into)
+        torch.mul(by, active, out=into_up)
+        torch.ops.aten.silu_backward.grad_input(by.mul_(u), g, grad_input=into_gate)
+    return product, grad_gate, grad_up
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -89,22 +121,13 @@ class _GatedMlp(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         gate, up = linear_rows(rows, gate_weight, gate_bias, rule), linear_rows(rows, up_weight, up_bias, rule)
         ctx.save_for_backward(rows, gate, up, gate_weight, up_weight, weight)
-        product = torch.empty_like(gate)
-        for g, u, into in _parts(gate, up, product):
-            torch.mul(F.silu(g), u, out=into)
-        return linear_rows(product, weight, bias, rule).view(*x.shape[:-1], weight.shape[0])
+        return linear_rows(_gated(gate, up), weight, bias, rule).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, gate_weight, up_weight, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, weight.shape[0])
-        by_product = grad @ weight
-        product, grad_gate, grad_up = (torch.empty_like(gate) for _ in range(3))
-        for g, u, by, into, into_gate, into_up in _parts(gate, up, by_product, product, grad_gate, grad_up):
-            active = F.silu(g)
-            torch.mul(active, u, out=into)
-            torch.mul(by, active, out=into_up)
-            torch.ops.aten.silu_backward.grad_input(by.mul_(u), g, grad_input=into_gate)
+        product, grad_gate, grad_up = _gated_backward(gate, up, grad @ weight)
         grad_x = (grad_gate @ gate_weight).addmm_(grad_up, up_weight).view(*grads[0].shape[:-1], x.shape[1])
         if not any(ctx.needs_input_grad[i] for i in (1, 3, 5)):  # a model is trained or frozen as a whole
             grad_weights: list[Tensor | None] = [None] * 3

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from verl.models.attention import AttentionContext, AttentionRule
 from verl.models.fused import ROWS, gated_mlp, rms_norm
+from verl.models.native.training import compiled
 from verl.models.packed import decoder_states, pack_rows
 from verl.models.rows import RowLinear, RowRule, linear_rows
 from verl.models.support import PROBE, NotingContext, probe_rows
@@ -101,6 +102,8 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        if (kernels := compiled(x, cos, sin)) is not None:
+            return kernels.turn(x, cos, sin)
         out = torch.empty_like(x)
         for part, c, s, into in _parts(x, cos, sin, out):
             _turned(into.copy_(part), c, s)
@@ -109,6 +112,8 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
+        if (kernels := compiled(grads[0], cos, sin)) is not None:
+            return kernels.turn(grads[0], cos, sin, back=True), None, None
         half = cos.shape[-1] // 2
         out = torch.empty_like(grads[0])
         for grad, c, s, into in _parts(grads[0], cos, sin, out):

@@ -24,7 +24,7 @@ from verl.models.model_cache import cache_root
 from verl.models.rows import PROOF, RowRule, linear_rows, packed_weight
 
 HERE = Path(__file__).parent
-SOURCES = ("decode.c", "head.c")
+SOURCES = ("decode.c", "head.c", "train.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 BUILD_SECONDS = 120
 MULTIPLE = 32  # of all sizes
@@ -50,6 +50,8 @@ def library() -> ctypes.CDLL:
     Raises:
         Unavailable: there is no compiler, or the CPU has no AMX.
     """
+    if os.environ.get("VERL_NATIVE") == "0":
+        raise Unavailable("VERL_NATIVE=0")
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

@@ -10,7 +10,7 @@
 
 #define S 128
 
-/* Addresses of a layer's tensors, as native.py lists them; 0 where the model has none. Weights lie in oneDNN's layout
+/* Addresses of a layer's tensors, as decoder.py lists them; 0 where the model has none. Weights lie in oneDNN's layout
  * (O / width, I / 32, 16, width, 2) of an (O, I) matrix. */
 typedef struct {
     const bf16 *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias;
@@ -44,23 +44,9 @@ static void norm_row(const bf16 *delta, bf16 *x, const bf16 *weight, bf16 *out, 
     }
 }
 
-/* A head's two halves as the coordinates of D / 2 points, turned in place; the first half of sin is negative. */
-static void turn(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t D) {
-    for (int64_t i = 0, j = D / 2; i < D / 2; i += TILE, j += TILE) {
-        __m512 a = load(x + i), b = load(x + j);
-        __m512 a_cos = rounded(_mm512_mul_ps(a, load(cos + i))), b_cos = rounded(_mm512_mul_ps(b, load(cos + j)));
-        store(x + i, _mm512_add_ps(a_cos, rounded(_mm512_mul_ps(b, load(sin + i)))));
-        store(x + j, _mm512_add_ps(b_cos, rounded(_mm512_mul_ps(a, load(sin + j)))));
-    }
-}
-
 /* silu(gate) * up, into gate. */
 static void gate_row(bf16 *gate, const bf16 *up, int64_t count) {
-    for (int64_t i = 0; i < count; i += TILE) {
-        __m512 x = load(gate + i), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
-        x = rounded(_mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e)));
-        store(gate + i, _mm512_mul_ps(x, load(up + i)));
-    }
+    for (int64_t i = 0; i < count; i += TILE) store(gate + i, _mm512_mul_ps(silu(load(gate + i)), load(up + i)));
 }
 
 /* --- attention --------------------------------------------------------------------------------------------------- */

@@ -27,7 +27,7 @@ static float logarithm(float x) {
 /* Whether the system lets this process use AMX's tiles. */
 int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-/* For native.py to find out how oneDNN computes. */
+/* For build.py to find out how oneDNN computes. */
 void one_linear(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *out, int64_t R, int64_t inputs,
                 int64_t outputs, Product how) {
     Tiles before;

@@ -118,6 +118,21 @@ static float largest(const float *x, int64_t count) {
     return _mm512_reduce_max_ps(most);
 }
 
+static inline __m512 silu(__m512 x) { /* rounded */
+    __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+    return rounded(_mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e)));
+}
+
+/* A head's two halves as the coordinates of D / 2 points, turned in place; the first half of sin is negative. */
+static inline void turn(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t D) {
+    for (int64_t i = 0, j = D / 2; i < D / 2; i += TILE, j += TILE) {
+        __m512 a = load(x + i), b = load(x + j);
+        __m512 a_cos = rounded(_mm512_mul_ps(a, load(cos + i))), b_cos = rounded(_mm512_mul_ps(b, load(cos + j)));
+        store(x + i, _mm512_add_ps(a_cos, rounded(_mm512_mul_ps(b, load(sin + i)))));
+        store(x + j, _mm512_add_ps(b_cos, rounded(_mm512_mul_ps(a, load(sin + j)))));
+    }
+}
+
 /* --- products ---------------------------------------------------------------------------------------------------- */
 
 /* How oneDNN computes a kind of product. */
