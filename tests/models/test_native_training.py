@@ -14,13 +14,8 @@ from verl.models.native.training import compiled
 from verl.models.packed import pack_rows
 from verl.models.policy import PolicyModel
 
-SIZES = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+SIZES = {"vocab_size": 320, "hidden_size": 96, "intermediate_size": 160, **HEADS}
 LENGTHS = (1, 16, 17, 128, 145, 150)  # of parts and sixteens of tokens, whole and not
 
 

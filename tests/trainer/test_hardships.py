@@ -170,7 +170,8 @@ def test_two_thousand_steps(tmp_path: Path, backend: str) -> None:
     assert len(metric_lines(run)) == steps
     looks = [json.loads(line) for line in (run / "held.jsonl").read_text().splitlines()]
     early, late = looks[len(looks) // 4 : len(looks) // 2], looks[len(looks) // 2 :]
-    assert {name for look in late for name in look["held"]} == {name for look in early for name in look["held"]}
+    # None is new; one that waits in vain for rewards to compute may have ended.
+    assert {name for look in late for name in look["held"]} <= {name for look in early for name in look["held"]}
     for name in looks[-1]["held"]:
         (handles, memory), (handles_late, memory_late) = (
             [max(look["held"][name][i] for look in part if name in look["held"]) for i in (0, 1)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.models.attention import wide_dtype
+from verl.models.native.training import compiled
 from verl.models.rows import RowRule, linear_rows, transposed
 
 # Tokens that the forward pass projects together, where the row rule does not say.
@@ -130,12 +131,18 @@ class _ResponseLogProbs(torch.autograd.Function):
         entropy, normaliser = torch.empty_like(log_probs), torch.empty_like(log_probs)
         rows = _rows_at_once(weight, rule)
         for start in range(0, len(targets), rows):
-            for part, projected in _cached(project_rows(hidden[start : start + rows], weight, bias, rule), start):
+            chunk = project_rows(hidden[start : start + rows], weight, bias, rule)
+            if logits_of == PLAIN and (kernels := compiled(chunk)) is not None:
+                part = slice(start, start + rows)
+                found = kernels.log_probs(chunk, targets[part], temperature or 1.0)
+                log_probs[part], normaliser[part], entropy[part] = found
+                continue
+            for part, projected in _cached(chunk, start):
                 logits, own = temper(projected, temperature, logits_of), targets[part, None]
                 log_p = torch.log_softmax(logits, -1)
                 log_probs[part] = log_p.gather(1, own)[:, 0]
                 normaliser[part] = logits.gather(1, own)[:, 0] - log_probs[part]
-                entropy[part] = _entropy(log_p)
+                entropy[part] = _entropy(log_p, logits.softmax(-1))
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normaliser)
         ctx.temperature, ctx.logits_of = temperature, logits_of
         return log_probs, entropy
@@ -151,8 +158,13 @@ class _ResponseLogProbs(torch.autograd.Function):
         for start in range(0, len(weight), width):
             some = slice(start, start + width)
             grad = project_rows(hidden, weight[some], None if bias is None else bias[some], ANY_ROWS)
+            kernels = compiled(grad) if ctx.logits_of == PLAIN and not with_entropy else None
             for part, logits in _cached(grad):
-                logits.copy_(_logit_grad(ctx, part, start, logits, with_entropy, *grads))
+                if kernels is None:
+                    logits.copy_(_logit_grad(ctx, part, start, logits, with_entropy, *grads))
+                    continue
+                given = normaliser[part], grads[0][part].contiguous(), targets[part] - start
+                kernels.logit_gradients(logits, *given, ctx.temperature or 1.0, 1.0 / (ctx.temperature or 1.0))
             grad_hidden += grad @ weight[some]
             if grad_weight is not None:
                 grad_weight[some] = (hidden_t @ grad).T
@@ -203,11 +215,11 @@ def _logit_grad(
     return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
 
 
-def _entropy(log_p: Tensor) -> Tensor:
-    """(N, V) log-probs -> (N,) entropy in nats; impossible tokens (-inf) add 0, a NaN stays one."""
-    entropy = -log_p.exp().mul_(log_p).sum(-1)
+def _entropy(log_p: Tensor, p: Tensor) -> Tensor:
+    """(N, V) log-probs and probabilities -> (N,) entropy in nats; impossible tokens (-inf) add 0, a NaN stays one."""
+    entropy = -(p * log_p).sum(-1)
     if bool(entropy.isnan().any()):  # 0 * -inf, or a NaN: told apart only where there is one, as it takes longer
-        entropy = -torch.where(log_p == float("-inf"), 0.0, log_p.exp() * log_p).sum(-1)
+        entropy = -torch.where(log_p == float("-inf"), 0.0, p * log_p).sum(-1)
     return entropy
 
 

@@ -7,23 +7,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The logarithm of a positive number within one unit in the last place, as Sleef computes it with two floats for one. */
-static float logarithm(float x) {
-    __m128 one = _mm_set_ss(x), scaled = _mm_set_ss(x * (1.0f / 0.75f));
-    float e = _mm_cvtss_f32(_mm_getexp_ss(scaled, scaled));
-    float m = _mm_cvtss_f32(_mm_getmant_ss(one, one, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_nan));
-    float s = 0.69314718246459960938f * e;
-    float s_low = fmaf(-1.904654323148236017e-09f, e, fmaf(0.69314718246459960938f, e, -s));
-    float n = m - 1.0f, v = n + 1.0f, n_low = (-1.0f - (n - v)) + (m - v);
-    float d = m + 1.0f, w = d - 1.0f, d_low = (1.0f - (d - w)) + (m - w);
-    float t = 1.0f / d, q = n * t;
-    float q_low = fmaf(q, fmaf(-d_low, t, fmaf(-d, t, 1.0f)), fmaf(n_low, t, fmaf(t, n, -q)));
-    float square = q * q, sum = fmaf(fmaf(0.3027294874f, square, 0.3996108174f), square, 0.6666694880f);
-    float r = s + q * 2, r_low = (((s - r) + q * 2) + s_low) + q_low * 2;
-    float more = square * q * sum, last = r + more;
-    return last + (((r - last) + more) + r_low);
-}
-
 /* Whether the system lets this process use AMX's tiles. */
 int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 

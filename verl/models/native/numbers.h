@@ -56,6 +56,23 @@ static inline __m512 exponential(__m512 x) {
     return _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(_mm512_set1_ps(100.0f), x, _CMP_LT_OQ), _mm512_set1_ps(INFINITY));
 }
 
+/* The logarithm of a positive number within one unit in the last place, as Sleef computes it with two floats for one. */
+static inline float logarithm(float x) {
+    __m128 one = _mm_set_ss(x), scaled = _mm_set_ss(x * (1.0f / 0.75f));
+    float e = _mm_cvtss_f32(_mm_getexp_ss(scaled, scaled));
+    float m = _mm_cvtss_f32(_mm_getmant_ss(one, one, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_nan));
+    float s = 0.69314718246459960938f * e;
+    float s_low = fmaf(-1.904654323148236017e-09f, e, fmaf(0.69314718246459960938f, e, -s));
+    float n = m - 1.0f, v = n + 1.0f, n_low = (-1.0f - (n - v)) + (m - v);
+    float d = m + 1.0f, w = d - 1.0f, d_low = (1.0f - (d - w)) + (m - w);
+    float t = 1.0f / d, q = n * t;
+    float q_low = fmaf(q, fmaf(-d_low, t, fmaf(-d, t, 1.0f)), fmaf(n_low, t, fmaf(t, n, -q)));
+    float square = q * q, sum = fmaf(fmaf(0.3027294874f, square, 0.3996108174f), square, 0.6666694880f);
+    float r = s + q * 2, r_low = (((s - r) + q * 2) + s_low) + q_low * 2;
+    float more = square * q * sum, last = r + more;
+    return last + (((r - last) + more) + r_low);
+}
+
 /* Sum of x, or of its squares, in the order of torch's sum over a contiguous dimension: four accumulators of 8 lanes,
  * each a cascade of partial sums over at least 16 terms (Higham, 1993: pairwise summation, its base case unrolled). */
 static inline __attribute__((always_inline)) float cascade(const float *x, int64_t count, int squared) {

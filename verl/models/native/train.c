@@ -126,3 +126,68 @@ void turn_backward(const bf16 *grad, const bf16 *cos, const bf16 *sin, bf16 *out
                 }
     }
 }
+
+/* Of T rows of V logits over a temperature: the target's log-prob, what was taken from its logit for it, and the entropy
+ * in nats, (T, 3). scratch: 2 V floats for each thread. */
+void log_probs(const bf16 *logits, const int64_t *targets, float *out, int64_t T, int64_t V, double temperature,
+               float *scratch, int threads) {
+    const __m512 divisor = _mm512_set1_ps((float)temperature), never = _mm512_set1_ps(-INFINITY);
+#pragma omp parallel num_threads(threads)
+    {
+        float *x = scratch + omp_get_thread_num() * 2 * V, *e = x + V;
+        SHARE(T, 1);
+        for (int64_t t = first; t < last; t++) {
+            for (int64_t i = 0; i < V; i += TILE) {
+                __m512 tempered = _mm512_div_ps(load(logits + t * V + i), divisor);
+                _mm512_storeu_ps(x + i, tempered);
+                _mm512_storeu_ps(e + i, tempered);
+            }
+            float most = largest(x, V), sum = exponentials(e, V, most), less = logarithm(sum), own = x[targets[t]];
+            __m512 share_of = _mm512_set1_ps(1.0f / sum);
+            for (int64_t i = 0; i < V; i += TILE) {
+                __m512 log_p = _mm512_sub_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(most));
+                log_p = _mm512_sub_ps(log_p, _mm512_set1_ps(less));
+                __m512 term = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(e + i), share_of), log_p);
+                __mmask16 impossible = _mm512_cmp_ps_mask(log_p, never, _CMP_EQ_OQ);
+                _mm512_storeu_ps(e + i, _mm512_mask_mov_ps(term, impossible, _mm512_setzero_ps()));
+            }
+            out[t * 3] = own - most - less;
+            out[t * 3 + 1] = own - out[t * 3];
+            out[t * 3 + 2] = -cascade(e, V, 0);
+        }
+    }
+}
+
+/* The gradient by logits goes by way of torch's exponential, which is of another library: what that is taken of. */
+void shifted(const bf16 *logits, const float *normalisers, float *out, int64_t T, int64_t V, double temperature,
+             int threads) {
+    const __m512 divisor = _mm512_set1_ps((float)temperature);
+#pragma omp parallel num_threads(threads)
+    {
+        SHARE(T, 1);
+        for (int64_t t = first; t < last; t++)
+            for (int64_t i = t * V; i < (t + 1) * V; i += TILE) {
+                __m512 tempered = _mm512_div_ps(load(logits + i), divisor);
+                _mm512_storeu_ps(out + i, _mm512_sub_ps(tempered, _mm512_set1_ps(normalisers[t])));
+            }
+    }
+}
+
+/* (onehot(target) - p) by the target's gradient, times the slope. targets: places in these V tokens, or elsewhere. */
+void logit_gradients(const float *p, const float *grads, const int64_t *targets, bf16 *out, int64_t T, int64_t V,
+                     double slope, int threads) {
+    const __m512 slopes = _mm512_set1_ps((float)slope);
+#pragma omp parallel num_threads(threads)
+    {
+        SHARE(T, 1);
+        for (int64_t t = first; t < last; t++) {
+            const __m512 less = _mm512_set1_ps(-grads[t]);
+            for (int64_t i = t * V; i < (t + 1) * V; i += TILE)
+                store(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(p + i), less), slopes));
+            if (targets[t] < 0 || targets[t] >= V) continue;
+            int64_t at = t * V + targets[t];
+            __m512 own = _mm512_set1_ps((p[at] * -grads[t] + grads[t]) * (float)slope);
+            out[at] = (bf16)_mm256_extract_epi16(narrowed(own), 0);
+        }
+    }
+}

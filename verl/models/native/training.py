@@ -57,6 +57,16 @@ def _both(kernels: Kernels) -> Iterator[tuple[Tensor, Tensor]]:
     yield kernels.gate(x, up), active * up
     by_gate = torch.ops.aten.silu_backward(grad * up, x)
     yield from zip(kernels.gate_backward(x, up, grad), (active * up, by_gate, grad * active), strict=True)
+    targets, logits = torch.arange(300) % 96, x.float() / 0.7
+    log_p = torch.log_softmax(logits, -1)
+    own, its_logit = (values.gather(1, targets[:, None])[:, 0] for values in (log_p, logits))
+    entropy = -(logits.softmax(-1) * log_p).sum(-1)
+    yield from zip(kernels.log_probs(x, targets, 0.7), (own, its_logit - own, entropy), strict=True)
+    expected = (logits - (its_logit - own)[:, None]).exp_().mul_(-scale)
+    expected = expected.scatter_add_(1, targets[:, None], scale).mul_(1 / 0.7).bfloat16()
+    found = x.clone()
+    kernels.logit_gradients(found, its_logit - own, scale[:, 0], targets, 0.7, 1 / 0.7)
+    yield found, expected
     x, grad, cos, sin = (part.view(-1, 3, 32) for part in (x, grad, cos, sin))
     cos, sin = cos[:, :1].contiguous(), sin[:, :1].contiguous()
     swapped = lambda x: torch.cat([x[..., 16:], x[..., :16]], -1)  # noqa: E731
@@ -104,6 +114,22 @@ class Kernels:
         out = torch.empty_like(x)
         self._call("turn_backward" if back else "turn_forward", x, cos, sin, out, *x.shape)
         return out
+
+    def log_probs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs (T,) of targets (T,), what was taken from their logits for it, and entropies in nats."""
+        out = torch.empty(len(logits), 3)
+        scratch = torch.empty(torch.get_num_threads() * 2 * logits.shape[1])
+        self._call("log_probs", logits, targets, out, *logits.shape, ctypes.c_double(temperature), scratch)
+        log_probs, normalisers, entropies = out.unbind(1)
+        return log_probs, normalisers, entropies
+
+    def logit_gradients(
+        self, logits: Tensor, normalisers: Tensor, grads: Tensor, places: Tensor, temperature: float, slope: float
+    ) -> None:
+        """Logits (T, V) are overwritten by the gradient: (onehot(places) - p) by the target's (T,), times the slope."""
+        p = torch.empty(logits.shape)
+        self._call("shifted", logits, normalisers, p, *logits.shape, ctypes.c_double(temperature))
+        self._call("logit_gradients", p.exp_(), grads, places, logits, *logits.shape, ctypes.c_double(slope))
 
     def _call(self, name: str, *arguments: Any) -> None:
         given = (
