@@ -172,6 +172,31 @@ def test_built_where_only_the_user_writes(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @needs_amx
+def test_what_was_kept_and_is_broken_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
+    made, compile = [], build._compile
+
+    def cut_off_at_first(path: Path) -> None:
+        made.append(path)
+        path.write_bytes(b"\x7fELF") if len(made) == 1 else compile(path)
+
+    monkeypatch.setattr(build, "_compile", cut_off_at_first)
+    assert build.library.__wrapped__()._name == str(made[1])
+
+
+@needs_amx
+def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("VERL_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(Unavailable, match="home directory"):
+        build.library.__wrapped__()
+
+
+@needs_amx
 def test_a_product_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong width or chunk gives other bits, so that nothing but the right one is taken."""
     policy = policy_of("llama")

@@ -58,20 +58,25 @@ def library() -> ctypes.CDLL:
         raise Unavailable("it is written for Linux on x86") from None
     if "amx_bf16" not in flags.split() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         raise Unavailable("the CPU has no AMX for bfloat16, or torch does not use AVX-512")
-    folder, digest = cache_root() / "native", hashlib.sha256(repr((FLAGS, flags)).encode())
+    digest = hashlib.sha256(repr((FLAGS, flags)).encode())
     for source in sorted(HERE.glob("*.[ch]")):
         digest.update(source.read_bytes())
-    path = folder / f"{digest.hexdigest()[:20]}.so"
     try:
+        folder = cache_root() / "native"
+        path = folder / f"{digest.hexdigest()[:20]}.so"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise Unavailable(f"others may write into {folder}")
         if not path.exists():
             _compile(path)
-        loaded = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise Unavailable(f"it could not be kept or loaded: {error}") from error
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError:  # what was kept has lost its end
+            _compile(path)
+            loaded = ctypes.CDLL(str(path))
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        raise Unavailable(f"the compiled code could not be kept or loaded: {error}") from error
     if not loaded.may_use_tiles():
         raise Unavailable("the system does not let this process use AMX")
     return loaded
@@ -85,9 +90,11 @@ def _compile(path: Path) -> None:
     os.close(handle)
     try:
         command = [compiler, *FLAGS, "-o", made, *(str(HERE / source) for source in SOURCES), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=BUILD_SECONDS)
         if done.returncode:
             raise Unavailable(f"{compiler} failed: {done.stderr.strip()[:200]}")
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())  # or a power cut could leave the name without its content
         os.replace(made, path)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"{compiler} took more than {BUILD_SECONDS} s") from None
