@@ -121,7 +121,7 @@ class RunDir:
 
     @property
     def weights(self) -> Path:
-        """Published weights, while a run with ``rollout.weight_sync=disk`` goes on."""
+        """Published weights, or where they meet who sends and receives them, while a run goes on that does so."""
         return self.path / "weights"
 
     @property

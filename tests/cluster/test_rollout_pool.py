@@ -15,6 +15,7 @@ from verl_process import ROOT
 SCRIPT = """
 import json, math, os, signal, sys, threading, time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, "tests/cluster")
@@ -29,7 +30,7 @@ from test_rollout_worker import SPEC, bits, config_of, requests
 from verl.cluster.ray_runtime import _answers_anybody
 from verl.cluster import rollout_crew
 from verl.cluster.rollout_pool import RolloutPool
-from verl.cluster.weight_sync import Disk, SharedMemory, exported
+from verl.cluster.weight_sync import Broadcast, Disk, Meeting, SharedMemory, exported
 from verl.cluster.worker import Worker
 from verl.errors import ClusterError
 
@@ -38,7 +39,8 @@ quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": 
 ray.init(address="local", num_cpus=3, resources={"place": 3}, **quiet)
 found = {"answers_anybody": _answers_anybody(ray.get_runtime_context().gcs_address)}
 config = config_of(Path(sys.argv[1]))
-rollout = config.rollout.model_copy(update={"worker_timeout": 6.0, "max_num_seqs": 8, "max_workers": 4})
+settings = {"worker_timeout": 6.0, "max_num_seqs": 8, "max_workers": 4, "compress_results": True}
+rollout = config.rollout.model_copy(update=settings | {"weight_sync": "broadcast"})
 config = config.model_copy(update={"rollout": rollout})
 trainer = Worker(config)
 trainer.setup()
@@ -133,8 +135,44 @@ found["scaled"] = results == [versions_as(2)] * 4
 found["workers"] = pool.metrics()["rollout/workers"]
 found["spans"] = {name: sorted({what for what, _, _ in spans}) for name, spans in pool.spans().items()}
 
+# Weights by broadcast: to all, while one dies in the midst of it, while one hangs.
+folder = Path(sys.argv[1]).parent / "weights"
+wish[0] = 2
+until(lambda: count("joined") == 6)
+
+
+def pids():
+    members = pool._crew.members.values()
+    return [ray.get(m.actor.__ray_call__.remote(lambda self: os.getpid())) for m in members]
+
+
+harm = lambda: None
+pool._sync = Broadcast(
+    lambda meeting: (harm(), trainer.broadcast_weights(meeting))[1],
+    lambda: ray.put(trainer.sent_weights()),
+    partial(Meeting, seconds=6.0, nccl=False, local=True),
+    folder,
+    lambda kind, subject, detail: events.append([kind, subject, detail]),
+)
+found["broadcast"] = []
+for version, signal_ in ((1001, None), (1002, None), (1003, signal.SIGKILL), (1004, None), (1005, signal.SIGSTOP)):
+    victim = pids()[-1]
+    harm = (lambda: os.kill(victim, signal_)) if signal_ else (lambda: None)
+    started, known = time.monotonic(), len(pool._crew.members)
+    pool.publish(version)
+    taken = len(pool._sync._received)
+    same = bits(pool.generate(named(f"broadcast {version}"))) == versions_as(version)
+    found["broadcast"].append([same, known, taken, round(time.monotonic() - started, 1)])
+    if signal_ == signal.SIGKILL:
+        until(lambda: count("joined") == 7)
+found["missed"] = [event for event in events if event[0] == "missed"]
+pool._sync.close()
+until(lambda: count("joined") == 8)
+wish[0] = 1
+until(lambda: count("left") == 4)
+
 # Given up, asked for again under other weights, from disk: one answer each, of the new ones.
-pool._sync = Disk(trainer.write_weights, Path(sys.argv[1]).parent / "weights")
+pool._sync = Disk(trainer.write_weights, folder)
 stale = named("stale", 20)
 pool.submit(stale)
 pool.cancel([request.slot for request in stale])
@@ -169,7 +207,7 @@ rollout_crew.MAX_LOSSES = 0
 (member,) = pool._crew.members.values()
 ray.get(member.actor.__ray_call__.remote(lambda self: setattr(self, "_isolation", None)))
 try:
-    pool.generate(named("hopeless", 2))
+    pool.generate(named("hopeless", 4))
 except ClusterError as error:
     found["hopeless"] = str(error)
 pool.close()
@@ -238,6 +276,15 @@ def test_what_was_given_up_and_asked_for_again_is_answered_once(found: dict[str,
 
 def test_weights_from_disk_are_the_trainers(found: dict[str, Any]) -> None:
     assert found["disk"]
+
+
+def test_a_broadcast_gives_the_same_samples_whoever_dies_in_it_or_hangs(found: dict[str, Any]) -> None:
+    same, known, taken, seconds = zip(*found["broadcast"], strict=True)
+    assert all(same) and known == (2,) * 5, found["events"]
+    assert taken[0] == taken[1] == taken[3] == 2
+    killed, hung = found["missed"]
+    assert killed[1] == "weights 1003" and hung[1] == "weights 1005"
+    assert seconds[2] < 6 + 30 and seconds[4] < 2 * 6 + 30
 
 
 def test_what_somebody_waits_for_goes_first(found: dict[str, Any]) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from verl.cluster import weight_sync
+from verl.cluster.compression import compressed, decompressed
 from verl.cluster.placement import WorkerSpec
 from verl.cluster.rollout_worker import RolloutWorker
-from verl.cluster.weight_sync import Disk, SharedMemory, exported
+from verl.cluster.weight_sync import Broadcast, Disk, Meeting, SharedMemory, Workers, exported
 from verl.cluster.worker import Worker
 from verl.config import Config, build_config
 from verl.errors import EngineError
@@ -63,10 +69,23 @@ def bits(results: list[Result]) -> list[Any]:
     return [(r.response_ids.tolist(), r.log_probs.tobytes(), r.versions.tolist()) for r in results]
 
 
+def beside(worker: RolloutWorker) -> Workers:
+    """In a thread of its own, as a pool does it."""
+
+    def call(method: str, *arguments: Any) -> Callable[[], dict[str, Any]]:
+        answer = ThreadPoolExecutor(1).submit(getattr(worker, method), *arguments)
+        return lambda: {worker._name: answer.result()}
+
+    return call
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("disk", [False, True])
-def test_published_weights_give_the_trainers_bits(tiny_model_dir: Path, tmp_path: Path, dtype: str, disk: bool) -> None:
+@pytest.mark.parametrize("way", ["shared_memory", "disk", "broadcast"])
+def test_published_weights_give_the_trainers_bits(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, way: str
+) -> None:
     """Shared memory is used where it is, and what was a file may go."""
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 20_000)
     trainer = Worker(config_of(tiny_model_dir, dtype))
     trainer.setup()
     worker = RolloutWorker(trainer._config, SPEC)
@@ -81,10 +100,31 @@ def test_published_weights_give_the_trainers_bits(tiny_model_dir: Path, tmp_path
     trainer.publish(3)
     assert not trainer.compare(probe, worker.sample(probe)).exact  # the worker's are the old ones
     folder = tmp_path / "weights"
-    sync = Disk(trainer.write_weights, folder) if disk else SharedMemory(trainer.exported_weights)
-    worker.load_weights(3, sync.publish(3))
+    meeting = partial(Meeting, seconds=30.0, nccl=False, local=True)
+    events: list[tuple[str, str, str]] = []
+    sync = {
+        "shared_memory": SharedMemory(trainer.exported_weights),
+        "disk": Disk(trainer.write_weights, folder),
+        "broadcast": Broadcast(
+            trainer.broadcast_weights, trainer.sent_weights, meeting, folder, lambda *event: events.append(event)
+        ),
+    }[way]
+    sync.publish(3, beside(worker))
+    worker.load_weights(3, sync.reference(worker._name))
     pointers = [parameter.data_ptr() for parameter in worker._policy.model.parameters()]
-    if disk:
+    if way == "broadcast":
+        assert events == [] and sync.reference(worker._name) is None and worker._received == {}
+        assert all(pointer % weight_sync.ALIGNMENT == 0 for pointer in pointers)
+        assert {t.data_ptr() for t in trainer._sent.values()}.isdisjoint(pointers)
+        late = RolloutWorker(trainer._config, SPEC, "another")  # gets the same without having been there
+        late.setup()
+        late.load_weights(3, sync.reference("another"))
+        assert bits(run(late, requests(6))) == bits(trainer.generate(requests(6), None))
+        sync.publish(4, beside(worker))  # over the same connections
+        worker.load_weights(4, sync.reference(worker._name))
+        assert events == [] and len(list(folder.iterdir())) == 1
+        worker.load_weights(3, trainer.exported_weights())
+    elif way == "disk":
         (file,) = folder.iterdir()
         assert file.name == "version_000003.safetensors"
         with file.open("r+b") as written:
@@ -97,6 +137,34 @@ def test_published_weights_give_the_trainers_bits(tiny_model_dir: Path, tmp_path
     after = bits(run(worker, requests(6)))
     assert after == bits(trainer.generate(requests(6), None)) != before
     assert after[0][2] == [3] * 12
+
+
+@pytest.mark.parametrize("mass", [False, True])
+def test_compressed_results_are_the_same_to_the_bit(mass: bool) -> None:
+    rng = np.random.default_rng(1)
+    results = [
+        Result(
+            Slot("train:1:0:7", index),
+            rng.integers(0, 50_000, length, np.int32),
+            -rng.random(length, np.float32),
+            rng.random(length) < 0.9,
+            rng.integers(3, 5, length, np.int32),
+            "length",
+            {"queue": 0.25},
+            rng.random(length, np.float32) if mass and index != 1 else None,
+        )
+        for index, length in enumerate([17, 1, 0, 400])
+    ]
+    packed = compressed(results)
+    found = decompressed(packed)
+    assert bits(found) == bits(results)
+    for one, other in zip(found, results, strict=True):
+        assert (one.slot, one.finish_reason, one.timings) == (other.slot, other.finish_reason, other.timings)
+        np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+        assert one.response_ids.dtype == other.response_ids.dtype and one.loss_mask.dtype == other.loss_mask.dtype
+        np.testing.assert_equal(one.kept_log_mass, other.kept_log_mass)
+    assert sum(map(len, packed.columns.values())) < 0.8 * sum(13 * len(result.response_ids) for result in results)
+    assert decompressed(compressed([])) == []
 
 
 def test_a_response_handed_back_goes_on_elsewhere_and_ends_as_if_undisturbed(tiny_model_dir: Path) -> None:
@@ -150,7 +218,10 @@ def test_a_version_goes_when_a_newer_one_is_used_and_no_worker_is_reading_it(tmp
     (folder / "version_000099.safetensors").write_text("of a run that was killed")
     sync = Disk(lambda file: Path(file).touch(), folder)
     assert not folder.exists()
-    files = [Path(sync.publish(version)) for version in range(4)]
+    files = []
+    for version in range(4):
+        sync.publish(version, lambda *_: dict)
+        files.append(Path(sync.reference("any")))
     sync.retire({2, 0})  # version 3 is published, and not used yet
     assert [file.exists() for file in files] == [True, False, True, True]
     sync.retire({3})

@@ -216,6 +216,7 @@ OTHER = {
     "reward.clip": ("10",),
     "trainer.mode": ("one_step_off", "algorithm.rollout_correction.rollout_is=null"),
     "rollout.weight_sync": ("disk",),
+    "rollout.compress_results": ("true",),
     "trainer.stream_minibatches": ("true", "algorithm.adv_estimator=grpo", "rollout.n=2"),
     "trainer.max_staleness": ("0", "trainer.mode=async", "algorithm.rollout_correction.rollout_is=null"),
     "trainer.staleness_unit": ("token", "trainer.mode=async"),

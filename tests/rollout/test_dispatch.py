@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from pool_cases import SimulatedPool, group, result, uid
 
 from verl.errors import EngineError
-from verl.rollout.dispatch import HOPELESS_PROMPTS, Dispatcher, Lost
+from verl.rollout.dispatch import HOPELESS_PROMPTS, Dispatcher, Lost, Outcome
 from verl.rollout.protocol import Request, Slot
 
 
@@ -134,8 +138,8 @@ def test_late_and_double_answers_are_dropped() -> None:
     assert dispatcher.stats(1.0).counts == {"late": 3, "finished": 1}
 
 
-def test_what_a_lost_worker_had_goes_first_in_order_until_too_many_were_lost() -> None:
-    dispatcher = with_workers(4, worker_attempts=2)
+def test_what_a_lost_worker_had_goes_first_in_order() -> None:
+    dispatcher = with_workers(4)
     requests = [r for draw in range(4) for r in group(draw, 2)]
     dispatcher.submit(requests, 0.0)
     assert dispatcher.assign(0.0) == {"0": requests[:4]}
@@ -145,13 +149,74 @@ def test_what_a_lost_worker_had_goes_first_in_order_until_too_many_were_lost() -
     assert dispatcher.assign(2.0) == {"1": requests[:6]}
     assert dispatcher.stats(2.0).counts == {"retried": 4}
     dispatcher.complete("0", [result(requests[0].slot)], 2.5)  # of the lost one
-    dispatcher.complete("1", [result(requests[1].slot)], 3.0)
-    dispatcher.remove_worker("1", "out of memory", 4.0)
-    lost = [outcome for outcome in dispatcher.take() if isinstance(outcome, Lost)]
-    assert [loss.slot for loss in lost] == [requests[0].slot, *slots(requests[2:4])]
-    assert {loss.reason for loss in lost} == {"2 workers were lost with it, the last one: out of memory"}
-    dispatcher.add_worker("2", 8, 5.0)
-    assert dispatcher.assign(5.0) == {"2": requests[4:]}
+    assert dispatcher.take() == []
+
+
+def test_what_two_workers_were_lost_with_goes_on_in_halves_apart_from_all_else() -> None:
+    dispatcher = with_workers(8)
+    requests = [r for draw in range(6) for r in group(draw, 2)]
+    dispatcher.submit(requests, 0.0)
+    dispatcher.assign(0.0)
+    dispatcher.remove_worker("0", "killed", 1.0)
+    dispatcher.add_worker("1", 6, 1.0)
+    dispatcher.assign(1.0)
+    dispatcher.add_worker("2", 6, 1.0)
+    assert dispatcher.assign(1.0) == {"2": requests[6:]}
+    dispatcher.remove_worker("1", "killed", 2.0)  # prompts 0 to 2 for the second time
+    assert dispatcher.assign(2.0) == {}  # who has something in hand finishes it first
+    dispatcher.complete("2", [result(slot) for slot in slots(requests[6:])], 3.0)
+    assert dispatcher.assign(3.0) == {"2": requests[:2]}
+    dispatcher.submit(group(9), 3.0)
+    assert dispatcher.assign(3.0) == {}  # not beside suspects
+    dispatcher.add_worker("3", 1, 4.0)
+    assert dispatcher.assign(4.0) == {"3": requests[2:3]}  # of the other half what it has room for
+    dispatcher.complete("2", [result(slot) for slot in slots(requests[:2])], 5.0)
+    assert dispatcher.assign(5.0) == {"2": requests[3:6]}
+    dispatcher.complete("2", [result(slot) for slot in slots(requests[3:6])], 6.0)
+    assert dispatcher.assign(6.0) == {"2": group(9)}
+
+
+def with_killers(killers: set[str], prompts: int, n: int, *places: int) -> tuple[list[Outcome], int, int]:
+    """Workers die at once of what they are given of these prompts, else answer all; then others take their place.
+
+    Returns:
+        The outcomes, how many workers died, and the most of them in a row.
+    """
+    dispatcher = with_workers(*places)
+    dispatcher.submit([r for draw in range(prompts) for r in group(draw, n)], 0.0)
+    room, born, died, row, longest = {str(i): size for i, size in enumerate(places)}, len(places), 0, 0, 0
+    outcomes: list[Outcome] = []
+    while sent := dispatcher.assign(float(born)):
+        for name, requests in sent.items():
+            if any(request.slot.uid in killers for request in requests):
+                dispatcher.remove_worker(name, "killed", float(born))
+                room[str(born)] = room.pop(name)
+                dispatcher.add_worker(str(born), room[str(born)], float(born))
+                born, died, row = born + 1, died + 1, row + 1
+                longest = max(longest, row)
+            else:
+                dispatcher.complete(name, [result(slot) for slot in slots(requests)], float(born))
+                row = 0
+        outcomes += dispatcher.take()
+    return outcomes, died, longest
+
+
+@pytest.mark.parametrize("place", [0, 7, 29, 31])
+def test_a_prompt_that_kills_its_workers_is_lost_alone(place: int) -> None:
+    outcomes, died, longest = with_killers({uid(place)}, 32, 2, 64)
+    assert len(outcomes) == 64
+    lost = {outcome.slot.uid: outcome.reason for outcome in outcomes if isinstance(outcome, Lost)}
+    assert lost == {uid(place): "3 workers were lost with its prompt alone, the last one: killed"}
+    assert died == 2 + 4 + 3 and longest <= 3  # with all, with 16, 8, 4, 2 prompts, alone
+
+
+@given(st.sets(st.integers(0, 19)), st.integers(1, 3), st.lists(st.integers(1, 24), min_size=1, max_size=4))
+@examples(max_examples=60, deadline=None)
+def test_however_many_prompts_kill_the_others_are_answered(killers: set[int], n: int, places: list[int]) -> None:
+    outcomes, died, _ = with_killers({uid(draw) for draw in killers}, 20, n, *places)
+    lost = Counter(outcome.slot.uid for outcome in outcomes if isinstance(outcome, Lost))
+    assert len({outcome.slot for outcome in outcomes}) == len(outcomes) == 20 * n
+    assert lost == {uid(draw): n for draw in killers} and died >= len(killers)
 
 
 def test_a_draining_worker_finishes_or_hands_back() -> None:
@@ -296,8 +361,8 @@ def drive(dispatcher: Dispatcher, draws: range, workers: int, at_once: int = 1, 
         start = time.process_time()
         sent = dispatcher.assign(now)
         spent += time.process_time() - start
-        for name, given in sent.items():
-            hands[name] += slots(given)
+        for name, requests in sent.items():
+            hands[name] += slots(requests)
             chance.shuffle(hands[name])
         name = chance.choice([name for name, hand in hands.items() if hand])
         done, hands[name] = hands[name][:at_once], hands[name][at_once:]

@@ -45,7 +45,9 @@ class Pool(RuleBasedStateMachine):
         self.capacity: dict[str, int] = {}
         self.draining: set[str] = set()
         self.pending: set[Slot] = set()
-        self.losses: Counter[Slot] = Counter()  # since it was submitted
+        self.charged: Counter[Slot] = Counter()  # since it was submitted: workers lost with its prompt alone
+        self.losses: Counter[Slot] = Counter()
+        self.suspects: dict[Slot, str] = {}  # the worker that they were lost with, where they are to go on apart
         self.failures: Counter[Slot] = Counter()
 
     # What the loop does
@@ -56,7 +58,8 @@ class Pool(RuleBasedStateMachine):
         assert self.pending.isdisjoint(request.slot for request in requests)
         self.pending.update(request.slot for request in requests)
         for request in requests:
-            self.losses[request.slot] = self.failures[request.slot] = 0
+            self.charged[request.slot] = self.losses[request.slot] = self.failures[request.slot] = 0
+            self.suspects.pop(request.slot, None)
 
     @rule()
     def collect(self) -> None:
@@ -147,8 +150,9 @@ class Pool(RuleBasedStateMachine):
             for request in requests:
                 assert not any(request.slot in hand for hand in self.hands.values())
                 self.hands[name][request.slot] = (self.version, request)
-                assert self.losses[request.slot] < WORKER_ATTEMPTS and self.failures[request.slot] < PROMPT_ATTEMPTS
+                assert self.charged[request.slot] < WORKER_ATTEMPTS and self.failures[request.slot] < PROMPT_ATTEMPTS
             assert len(self.hands[name]) <= self.capacity[name]
+            assert len({self.suspects.get(slot) for slot in self.hands[name]}) == 1
 
     def some(self, data: st.DataObject) -> tuple[str, list[Slot]]:
         """A worker, and some of what it has in hand."""
@@ -187,6 +191,8 @@ class Pool(RuleBasedStateMachine):
     def pause(self, data: st.DataObject, tokens: int) -> None:
         name, slots = self.some(data)
         self.dispatcher.hand_back(name, [self.response(name, slot, "abort", tokens) for slot in slots], self.now)
+        for slot in slots:
+            self.suspects.pop(slot, None)
 
     @precondition(lambda self: self.hands)
     @rule(data=st.data())
@@ -195,6 +201,7 @@ class Pool(RuleBasedStateMachine):
         self.failures.update(slots)
         for slot in slots:
             del self.hands[name][slot]
+            self.suspects.pop(slot, None)
         try:
             self.dispatcher.fail(name, slots, "broken", self.now)
         except EngineError:
@@ -222,8 +229,17 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.hands)))
+        self.kill(name)
+
+    def kill(self, name: str) -> None:
         self.dispatcher.remove_worker(name, "killed", self.now)
-        self.losses.update(self.hands.pop(name).keys())
+        slots = self.hands.pop(name).keys()
+        alone = len({slot.uid for slot in slots}) == 1
+        for slot in slots:
+            self.charged[slot] += alone
+            self.losses[slot] += 1
+            if alone or self.losses[slot] > 1:
+                self.suspects[slot] = name
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
     def wait(self, seconds: float) -> None:
@@ -251,8 +267,7 @@ class Pool(RuleBasedStateMachine):
         if not hasattr(self, "hands"):
             return
         for name in list(self.hands):
-            self.dispatcher.remove_worker(name, "hung", self.now)
-            self.losses.update(self.hands.pop(name).keys())
+            self.kill(name)
         self.collect()
         self.add(1)
         rounds = 0

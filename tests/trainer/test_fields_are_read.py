@@ -35,6 +35,7 @@ ELSEWHERE = {
     "actor.strategy",
     "rollout.partial",  # rollout workers of their own: test_rollout_pool.py
     "rollout.weight_sync",
+    "rollout.compress_results",
     "rollout.worker_timeout",
     "rollout.response_timeout",
     "trainer.staleness_unit",  # async

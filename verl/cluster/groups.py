@@ -21,6 +21,7 @@ from verl.cluster.profiling import nsight_options
 from verl.cluster.ray_worker import RayWorkers, Watch, dumpable, use_network
 from verl.cluster.start import EventLog
 from verl.cluster.threads import worker_environment
+from verl.cluster.weight_sync import WEIGHTS
 from verl.config import Config
 from verl.errors import ClusterError
 from verl.run_dir import RunDir
@@ -53,9 +54,12 @@ def started_groups(
         for place, group in zip(places, plan.groups, strict=True):
             file = str(meeting.with_name(f"{meeting.name}-{len(workers)}") / "ranks")
             options = ray_options(group, config, group.roles)
-            # Who scores what others sample hears of it beside whatever else it does.
-            listens = "reward" in group.roles and (group.count > 1 or "rollout" not in group.roles)
-            first = ray.remote(concurrency_groups={LISTENING: 1}) if listens else ray.remote
+            beside = []  # what the first process does beside whatever else it does
+            if "reward" in group.roles and (group.count > 1 or "rollout" not in group.roles):
+                beside.append(LISTENING)  # it hears of what others sample
+            if "actor" in group.roles and config.rollout.weight_sync == "broadcast":
+                beside.append(WEIGHTS)
+            first = ray.remote(concurrency_groups=dict.fromkeys(beside, 1)) if beside else ray.remote
             actors = [
                 (first if rank == 0 else ray.remote)(Worker)
                 .options(**options, scheduling_strategy=_place_of(rank, group, place))

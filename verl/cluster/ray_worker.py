@@ -27,6 +27,7 @@ from verl.cluster.object_store import STORE_FULL, store_full, stored
 from verl.cluster.profiling import Span
 from verl.cluster.roles import merged_memory
 from verl.cluster.start import EventLog
+from verl.cluster.weight_sync import WEIGHTS, Meeting
 from verl.data.balancing import karmarkar_karp
 from verl.errors import ClusterError, RanksLostError, VerlError, WorkerDiedError
 from verl.protocol import DataProto
@@ -118,6 +119,17 @@ class RayWorkers:
         references = [actor.exported_weights.remote() for actor in self._actors]
         ray.wait(references, num_returns=len(references), fetch_local=False)
         return references[0]
+
+    def broadcast_weights(self, meeting: Meeting) -> str:
+        return self._answers("broadcast_weights", [actor.broadcast_weights.remote(meeting) for actor in self._actors])[
+            0
+        ]
+
+    def sent_weights(self) -> Any:
+        """As :meth:`exported_weights`, of what was broadcast last, whatever the actor does meanwhile."""
+        reference = self._actors[0].sent_weights.options(concurrency_group=WEIGHTS).remote()
+        ray.wait([reference], fetch_local=False, timeout=self._watch.stall_seconds)
+        return reference
 
     def write_weights(self, file: str) -> None:
         self._answers("write_weights", [actor.write_weights.remote(file) for actor in self._actors])
@@ -271,14 +283,21 @@ def dumpable(worker: object) -> tuple[str, int, int]:
 
 def use_network(worker: object) -> tuple[str, int, int]:
     """As :func:`dumpable`; and ranks on other machines are met over the interface that Ray uses, or the user's own."""
+    if name := network_interface():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    return dumpable(worker)
+
+
+def network_interface() -> str:
+    """The one that Ray uses on this machine, by name; empty where none has its address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # one without an address
                 found = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == ray.util.get_node_ip_address():
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-                    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    return dumpable(worker)
+                    return name
+    return ""
 
 
 def stack_of(node: str, process: int, descriptor: int) -> str:

@@ -16,6 +16,7 @@ from verl.cluster.profiling import Span
 from verl.cluster.ray_worker import memory_kills
 from verl.cluster.rollout_worker import RolloutWorker
 from verl.cluster.start import EventLog
+from verl.cluster.weight_sync import WEIGHTS
 from verl.config import Config
 from verl.errors import ClusterError
 from verl.rollout.dispatch import Dispatcher, DispatchStats
@@ -25,7 +26,7 @@ from verl.rollout.scaling import Load, ScalingPolicy
 WISH_SECONDS = 1.0
 ROOM_SECONDS = 20.0  # a worker that is not ready by then may have no room
 SPARE_REQUESTS = 8  # in a worker's hands beyond what it decodes at once: a finished row's place is refilled at once
-MAX_LOSSES = 3  # workers lost in a row, beyond one each, without a sign of work by any, before the pool gives up
+MAX_LOSSES = 6  # workers lost in a row, beyond one each, without a sign of work or a prompt to blame: the pool gives up
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Member:
         ready: it is set up, and may be given requests.
         told: it has been logged that this takes long.
         leaving: it has been asked to hand back what it has, and ends then.
-        weights: version and reference that it has yet to take; ``loading``: the version that it is taking.
+        weights: version that it has yet to take; ``loading``: the one that it is taking.
         stats: of its engine, at its last answer.
         memory: bytes that it held at its last answer.
         spans: what it has done that nobody has asked for yet.
@@ -52,7 +53,7 @@ class Member:
     ready: bool = False
     told: bool = False
     leaving: bool = False
-    weights: tuple[int, Any] | None = None
+    weights: int | None = None
     loading: int | None = None
     stats: EngineStats | None = None
     memory: int = 0
@@ -62,10 +63,11 @@ class Member:
     def working(self) -> bool:
         return self.ready and not self.leaving
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: str, *arguments: Any, group: str | None = None) -> None:
+        """Args: group: Ray's concurrency group; None: after all calls before it."""
         if not self.calls:
             self.heard = time.monotonic()
-        self.calls[getattr(self.actor, method).remote(*arguments)] = method
+        self.calls[getattr(self.actor, method).options(concurrency_group=group).remote(*arguments)] = method
 
 
 class Crew:
@@ -86,7 +88,7 @@ class Crew:
     ) -> None:
         self._config, self._dispatcher, self._log = config, dispatcher, log
         self.members: dict[str, Member] = {}
-        self.weights: tuple[int, Any] | None = None  # that who comes takes first
+        self.weights: int | None = None  # that who comes takes first
         self._born = self._losses = 0
         self._kills = memory_kills()
         self._specs = [spec for spec in specs for _ in range(spec.count)]
@@ -157,8 +159,7 @@ class Crew:
         Raises:
             ClusterError: so it was with all before it.
         """
-        self._end(member, "died", reason)
-        self._losses += 1
+        self._losses += not self._end(member, "died", reason)
         if self._losses >= MAX_LOSSES + len(self.members):
             raise ClusterError(f"{self._losses} rollout workers were lost one after the other", reason)
         if not member.leaving and len(self.members) < self._target:
@@ -181,16 +182,20 @@ class Crew:
     def _start(self, spec: WorkerSpec) -> None:
         self._born += 1
         name = f"rollout worker {self._born}"
-        remote = ray.remote(RolloutWorker).options(**ray_options(spec, self._config, frozenset({"rollout"})))
+        receives = self._config.rollout.weight_sync == "broadcast"
+        make = ray.remote(concurrency_groups={WEIGHTS: 1}) if receives else ray.remote
+        remote = make(RolloutWorker).options(**ray_options(spec, self._config, frozenset({"rollout"})))
         actor = remote.remote(self._config, spec, name)
         self.members[name] = member = Member(name, spec, actor, heard=time.monotonic(), weights=self.weights)
         member.call("setup")
         self._log("started", name, f"pool {spec.pool}, {spec.threads} threads")
 
-    def _end(self, member: Member, kind: str, reason: str) -> None:
+    def _end(self, member: Member, kind: str, reason: str) -> bool:
+        """Whether one prompt is to blame."""
         del self.members[member.name]
         member.calls.clear()
-        self._dispatcher.remove_worker(member.name, reason, time.monotonic())
+        blamed = self._dispatcher.remove_worker(member.name, reason, time.monotonic())
         with suppress(Exception):
             ray.kill(member.actor)
         self._log(kind, member.name, reason)
+        return blamed

@@ -7,21 +7,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from verl.cluster.compression import Compressed, decompressed
 from verl.cluster.early_scoring import for_scoring
 from verl.cluster.object_store import STORE_FULL, store_full, stored
-from verl.cluster.placement import WorkerSpec
+from verl.cluster.placement import Plan, WorkerSpec
 from verl.cluster.profiling import Span, joined
 from verl.cluster.ray_worker import RayWorkers
 from verl.cluster.rollout_crew import Crew, Member
 from verl.cluster.rollout_worker import Progress
 from verl.cluster.start import EventLog
-from verl.cluster.weight_sync import Disk, SharedMemory, WeightSync
+from verl.cluster.weight_sync import WEIGHTS, Broadcast, Disk, Meeting, SharedMemory, WeightSync
 from verl.config import Config
 from verl.errors import ClusterError, VerlError
 from verl.protocol import DataProto
@@ -33,7 +35,6 @@ from verl.run_dir import RunDir
 ADVANCE_SECONDS = 0.25  # an answer is a sign of life
 CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
 TICK_SECONDS = 0.05
-WORKER_ATTEMPTS = 6  # a response is lost with the last of so many workers
 
 
 class RolloutPool:
@@ -67,7 +68,7 @@ class RolloutPool:
         wish: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._sync, self._log = config, sync, log
-        self._dispatcher = Dispatcher(WORKER_ATTEMPTS, seconds=config.rollout.response_timeout or inf)
+        self._dispatcher = Dispatcher(seconds=config.rollout.response_timeout or inf)
         self._boxes: dict[Slot, list[Result]] = {}  # of those who wait in generate()
         self._finished: list[Result] = []
         self._failure: VerlError | None = None
@@ -76,6 +77,8 @@ class RolloutPool:
         self._scorer = scorer
         self._listener = None if scorer is None else scorer.listener
         self._waited, self._counted = 0.0, Counter[str]()
+        self._publishing = False
+        self._answers: dict[str, Any] = {}  # to what is asked beside all else
         self._thread = threading.Thread(target=self._pump, name="rollout-pool", daemon=True)
 
     # what the trainer asks -------------------------------------------------------------------------------------------
@@ -152,25 +155,44 @@ class RolloutPool:
 
     def publish(self, version: int) -> None:
         """Every worker takes the weights before what is submitted from now on."""
-        reference = self._sync.publish(version)
         with self._changed:
-            self._crew.weights = version, reference
+            self._publishing = True
+        self._sync.publish(version, self._beside)
+        with self._changed:
+            self._publishing = False
+            self._crew.weights = version
             for member in self._crew.members.values():
                 member.weights = self._crew.weights
             self._retire()
             self._changed.notify_all()
 
+    def _beside(self, method: str, *arguments: Any) -> Callable[[], dict[str, Any]]:
+        """A :data:`verl.cluster.weight_sync.Workers`."""
+        with self._changed:
+            members = self._crew.working
+            self._answers = {}
+            for member in members:
+                member.call(method, *arguments, group=WEIGHTS)
+            self._changed.notify_all()
+
+        def answers() -> dict[str, Any]:
+            with self._changed:
+                self._wait_until(lambda: not any(method in member.calls.values() for member in members))
+                return self._answers
+
+        return answers
+
     def _retire(self) -> None:
         """Let go of versions that no worker takes any more."""
         assert self._crew.weights is not None
         loading = {member.loading for member in self._crew.members.values() if member.loading is not None}
-        self._sync.retire(loading | {self._crew.weights[0]})
+        self._sync.retire(loading | {self._crew.weights})
 
     def stats(self) -> EngineStats:
         """Sums over the workers; the version is the last one published."""
         with self._changed:
             known = [member.stats for member in self._crew.members.values() if member.stats is not None]
-            version = self._crew.weights[0] if self._crew.weights else 0
+            version = self._crew.weights or 0
         return EngineStats.total(known, version)
 
     def metrics(self) -> dict[str, float]:
@@ -264,13 +286,12 @@ class RolloutPool:
         """Send weights first, then what there is to do."""
         for member in (member for member in self._crew.working if member.weights is not None):
             busy = self._dispatcher.in_hand(member.name) > 0
-            if busy and not self._config.rollout.partial:
-                self._dispatcher.drain_worker(member.name)  # until it has finished what the old weights began
+            # Until it has finished what the old weights began; or until there are newer ones, which are on their way.
+            if (busy and not self._config.rollout.partial) or self._publishing:
+                self._dispatcher.drain_worker(member.name)
                 continue
-            assert member.weights is not None
-            member.loading, reference = member.weights
-            member.call("load_weights", member.loading, reference)
-            member.weights = None
+            member.loading, member.weights = member.weights, None
+            member.call("load_weights", member.loading, self._sync.reference(member.name))
             self._dispatcher.drain_worker(member.name, False)
         assigned = self._dispatcher.assign(time.monotonic())
         for member in self._crew.working:
@@ -305,11 +326,14 @@ class RolloutPool:
             self._dispatcher.hand_back(member.name, answer, now)
             if member.leaving:
                 self._crew.leave(member)
+        elif method in ("ready", "receive"):
+            self._answers[member.name] = answer
         elif isinstance(answer, Progress):
             self._crew.works()
             member.stats, member.memory = answer.stats, answer.memory
             member.spans += answer.spans
-            self._dispatcher.complete(member.name, answer.results, now)
+            results = decompressed(answer.results) if isinstance(answer.results, Compressed) else answer.results
+            self._dispatcher.complete(member.name, results, now)
             for slot, reason in answer.failed.items():
                 self._log("failed", f"response {slot.index} of {slot.uid}", f"{member.name}: {reason}")
                 self._dispatcher.fail(member.name, [slot], reason, now)
@@ -338,20 +362,32 @@ class RolloutPool:
 @contextmanager
 def started_pool(
     config: Config,
-    specs: Sequence[WorkerSpec],
+    plan: Plan,
     trainer: RayWorkers,
     scorer: RayWorkers,
     log: EventLog,
     wish: Callable[[], int | None],
 ) -> Iterator[tuple[RolloutPool, ParityReport]]:
     """Workers that sample for this trainer, and whether their log-probs are its own, bit for bit."""
-    disk = config.rollout.weight_sync == "disk"
-    sync = (
-        Disk(trainer.write_weights, RunDir(config.run_dir).weights) if disk else SharedMemory(trainer.exported_weights)
-    )
-    pool = RolloutPool(config, specs, sync, log, scorer, wish)
+    sync = _weight_sync(config, plan, trainer, log)
+    pool = RolloutPool(config, plan.rollout, sync, log, scorer, wish)
     try:
         probe = trainer.parity_probe()
         yield pool, ParityReport.total([trainer.compare(probe, results) for results in pool.start(probe)])
     finally:
         pool.close()
+
+
+def _weight_sync(config: Config, plan: Plan, trainer: RayWorkers, log: EventLog) -> WeightSync:
+    folder = RunDir(config.run_dir).weights
+    if config.rollout.weight_sync == "disk":
+        return Disk(trainer.write_weights, folder)
+    if config.rollout.weight_sync == "shared_memory":
+        return SharedMemory(trainer.exported_weights)
+    meeting = partial(
+        Meeting,
+        seconds=config.rollout.worker_timeout,
+        nccl=all(processes.device == "cuda" for processes in (plan.group_of("actor"), *plan.rollout)),
+        local=config.cluster.address is None,
+    )
+    return Broadcast(trainer.broadcast_weights, trainer.sent_weights, meeting, folder, log)

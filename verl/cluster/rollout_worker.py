@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl.cluster.compression import Compressed, compressed
 from verl.cluster.profiling import Recorder, Span, recorded
-from verl.cluster.weight_sync import Weights, take
+from verl.cluster.weight_sync import Meeting, Participant, Weights, take
 from verl.config import Config
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer, stop_ids
@@ -37,7 +38,7 @@ class Progress:
         spans: what it has done since the last answer.
     """
 
-    results: list[Result]
+    results: list[Result] | Compressed
     failed: dict[Slot, str]
     stats: EngineStats
     seconds: float
@@ -49,7 +50,9 @@ class RolloutWorker:
     """An engine of its own. Methods are called one at a time, over Ray; :meth:`setup` comes first."""
 
     def __init__(self, config: Config, spec: WorkerSpec, name: str = "rollout worker") -> None:
-        self._config, self._spec = config, spec
+        self._config, self._spec, self._name = config, spec, name
+        self._participant = Participant()
+        self._received: dict[int, dict[str, torch.Tensor]] = {}  # by version, until it is taken
         self.recorder = Recorder(config.profiler, name.replace(" ", "_"), whole="rollout")
 
     def setup(self) -> None:
@@ -86,7 +89,8 @@ class RolloutWorker:
                 spent = time.monotonic() - started
                 if results or failed or spent >= seconds or not self._isolation.busy:
                     break
-        return Progress(results, failed, self._engine.stats(), spent, held_memory(), self.recorder.take())
+        answer = compressed(results) if self._config.rollout.compress_results else results
+        return Progress(answer, failed, self._engine.stats(), spent, held_memory(), self.recorder.take())
 
     def profile(self, folder: str | None) -> None:
         self.recorder.profile(folder)
@@ -95,8 +99,24 @@ class RolloutWorker:
         """Give these (None: all) back as far as they are."""
         return self._isolation.abort(slots)
 
+    def ready(self) -> None:
+        """Answers that it lives."""
+
+    def receive(self, version: int, meeting: Meeting) -> str:
+        """Receive weights for :meth:`load_weights`, in a thread of its own; why they have not come, if so."""
+        if self._name not in meeting.workers:
+            return "it came when the others had met"
+        named, rank = dict(self._policy.model.named_parameters()), meeting.workers.index(self._name) + 1
+        tensors, trouble = self._participant.exchange(named, rank, meeting)
+        if not trouble:
+            self._received[version] = tensors
+        return trouble
+
     @recorded("rollout")
-    def load_weights(self, version: int, weights: Weights | str) -> None:
-        """Sample from these from now on; :func:`verl.cluster.weight_sync.take` says how they are taken, and raises."""
-        take(dict(self._policy.model.named_parameters()), weights)
+    def load_weights(self, version: int, weights: Weights | str | None) -> None:
+        """Sample from these from now on, None: from what was received for this version.
+        :func:`verl.cluster.weight_sync.take` says how they are taken, and raises."""
+        take(dict(self._policy.model.named_parameters()), self._received[version] if weights is None else weights)
+        for old in [received for received in list(self._received) if received <= version]:
+            del self._received[old]
         self._engine.load_weights(version)

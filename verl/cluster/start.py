@@ -76,7 +76,7 @@ def start_workers(
             rollout: Rollout = SharedRollout(workers["actor"])
             with ExitStack() as stack:
                 if plan.rollout:
-                    pool = started_pool(config, plan.rollout, workers["actor"], workers["reward"], log, wish)
+                    pool = started_pool(config, plan, workers["actor"], workers["reward"], log, wish)
                     rollout, parity = stack.enter_context(pool)
                 yield Roles.of(workers, rollout, _agreement(parity, config, report))
 

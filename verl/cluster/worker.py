@@ -22,7 +22,7 @@ from verl.cluster.early_scoring import EarlyScoring, Listener
 from verl.cluster.placement import Group, whole_run
 from verl.cluster.profiling import Recorder, Span, recorded
 from verl.cluster.threads import available_cores
-from verl.cluster.weight_sync import Weights, exported
+from verl.cluster.weight_sync import Meeting, Participant, Weights, exported
 from verl.config import BatchPlan, Config, SupervisedConfig
 from verl.errors import ConfigError
 from verl.models.attention import ATTENTION_NAME
@@ -86,6 +86,7 @@ class Worker:
         self._scorer: RuleScorer | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
+        self._participant = Participant()
         self._name = f"{self._group.pool}_{rank}"
         self.recorder = Recorder(config.profiler, self._name)
 
@@ -209,6 +210,20 @@ class Worker:
     def exported_weights(self) -> Weights:
         """The actor's, for rollout workers; from the first rank."""
         return exported(self._published().items())
+
+    @recorded("actor")
+    def broadcast_weights(self, meeting: Meeting) -> str:
+        """Send the same to rollout workers, from the first rank; what went wrong, if anything."""
+        weights = self._published()
+        if self._ranks.rank > 0:
+            return ""
+        self._sent: dict[str, Tensor] = {}  # room for the next
+        self._sent, trouble = self._participant.exchange(weights, 0, meeting)
+        return trouble
+
+    def sent_weights(self) -> Weights:
+        """What was sent last, for those who missed it."""
+        return exported(self._sent.items())
 
     @recorded("actor")
     def write_weights(self, file: str) -> None:

@@ -47,6 +47,7 @@ def _idle(config: Config) -> Iterator[str]:
     scale = dtype == "float16" and config.model.fp16.loss_scale
     reasons: dict[str, str | float] = {
         "rollout.weight_sync": not config.rollout_apart and "rollout shares the actor's process, and its weights",
+        "rollout.compress_results": not config.rollout_apart and "rollout shares the actor's process",
         "critic.model.trust_remote_code": config.critic.model.path is None and "there is no critic.model.path",
         "reward.model.trust_remote_code": config.reward.model.path is None and "there is no reward.model.path",
         "model.fp16": dtype != "float16" and f"model.dtype={dtype} needs no loss scale",

@@ -102,9 +102,13 @@ class RolloutConfig(Section):
     max_workers: Annotated[int, Unit("workers")] | None = Field(None, ge=1)
     """Rollout workers of their own: never more than this; null: as many as at the start, unless verl scale asks for
     others."""
-    weight_sync: Literal["shared_memory", "disk"] = "shared_memory"
+    weight_sync: Literal["shared_memory", "disk", "broadcast"] = "shared_memory"
     """Rollout workers of their own: how new weights reach them. shared_memory: once for each machine, over Ray, mapped
-    by its workers; disk: as a file in the run's folder, which all machines must share."""
+    by its workers; disk: as a file in the run's folder, which all machines must share; broadcast: straight from the
+    actor's memory into that of each worker (NCCL between GPUs, else gloo), beside whatever it computes."""
+    compress_results: bool = False
+    """Rollout workers of their own: compress what they sample on its way to the trainer, without loss (zstd), for a
+    slow network between machines."""
     enforce_eager: bool = False
     """Decode with torch's operators alone. false: on CPUs with AMX and a C compiler, models of Llama's kin in bfloat16
     decode in compiled code, with the same bits."""

@@ -10,6 +10,9 @@ Workers are given work as follows.
   hold waits for it, and others take that only when the queue is empty. A worker's share may cut a group as well.
 - In order: what a lost worker had goes back to the front, what an engine failed with to the end. Validation, which
   somebody waits for, is submitted to the front.
+- Apart: one worker may be lost by accident. What a second one was lost with is suspected of having killed both, and
+  goes on in halves, each with a worker that has nothing else, until one prompt is left. Only that is charged with the
+  loss, and it is lost itself in the end.
 
 A worker's speed is the tokens it finished over the time it needed, the latest responses counting most. A response in
 hand together with others counts for its part of that time, so that a new worker is measured right from its first one.
@@ -19,13 +22,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 
 from verl.errors import EngineError
+from verl.rollout.hands import Entry, Waiting, WorkerHand
 from verl.rollout.protocol import Request, Result, Resume, Slot
 
-SPEED_MEMORY = 0.95  # weight of all earlier responses in a worker's speed when one more is finished
 # Prompts in a row that fail at the first attempt, while none succeeds and no older one is left to hope for: all do.
 HOPELESS_PROMPTS = 8
 
@@ -61,106 +65,22 @@ class DispatchStats:
     counts: Counter[str]
 
 
-@dataclass(eq=False, slots=True)
-class _Entry:
-    request: Request
-    submitted: float
-    worker: str | None = None  # that has it in hand
-    sent: float = 0.0
-    served: float = 0.0  # the worker's ``served`` when it was sent
-    losses: int = 0  # workers that were lost with it
-    failures: int = 0
-    failed_with: str | None = None  # the last worker whose engine failed with it
-    gone: bool = False  # withdrawn while it was in the queue, and to be passed over there
-
-    @property
-    def sampled(self) -> int:
-        return len(self.request.resume.response_ids) if self.request.resume else 0
-
-    @property
-    def tokens(self) -> int:
-        """That may still be sampled."""
-        return max(self.request.sampling.max_new_tokens - self.sampled, 1)
-
-    @property
-    def prompt(self) -> int:
-        return len(self.request.prompt_ids)
-
-
-_Group = deque[_Entry]  # requests of one prompt that wait together
-
-
-@dataclass(eq=False, slots=True)
-class _Worker:
-    name: str
-    room: int  # places free
-    joined: float
-    seen: float  # up to when ``served`` and ``idle`` are counted
-    draining: bool = False
-    hand: dict[Slot, _Entry] = field(default_factory=dict)
-    prompts: Counter[str] = field(default_factory=Counter)  # requests in hand by prompt
-    tokens: int = 0  # that may still be sampled for what is in hand, and its prompts, each once
-    rest: _Group | None = None  # waits for places here
-    served: float = 0.0  # seconds of its time that a response would have got, had it been in hand from the start
-    idle: float = 0.0
-    made: float = 0.0  # tokens of the latest responses, and the seconds that they took
-    spent: float = 0.0
-    speed: float | None = None  # tokens a second
-    rate: float = 1.0  # its speed, or a guess
-    share: float = 0.0  # of all outstanding tokens
-
-    def clock(self, now: float) -> None:
-        elapsed = max(now - self.seen, 0.0)
-        if self.hand:
-            self.served += elapsed / len(self.hand)
-        else:
-            self.idle += elapsed
-        self.seen = max(now, self.seen)
-
-    def accept(self, entry: _Entry, now: float) -> None:
-        self.clock(now)
-        slot = entry.request.slot
-        entry.worker, entry.sent, entry.served = self.name, now, self.served
-        self.tokens += entry.tokens + (0 if self.prompts[slot.uid] else entry.prompt)
-        self.prompts[slot.uid] += 1
-        self.hand[slot] = entry
-        self.room -= 1
-
-    def release(self, slot: Slot, now: float, response: int | None = None) -> _Entry | None:
-        """Take this slot out of hand, if it is there; ``response``: tokens of the response, to measure the speed."""
-        if slot not in self.hand:
-            return None
-        self.clock(now)
-        entry = self.hand.pop(slot)
-        entry.worker = None
-        self.room += 1
-        self.tokens -= entry.tokens
-        self.prompts[slot.uid] -= 1
-        if not self.prompts[slot.uid]:
-            del self.prompts[slot.uid]
-            self.tokens -= entry.prompt
-        if response is not None:
-            self.made = SPEED_MEMORY * self.made + response - entry.sampled
-            self.spent = SPEED_MEMORY * self.spent + self.served - entry.served
-            self.speed = self.made / self.spent if self.made and self.spent else None
-        return entry
-
-
 class Dispatcher:
     """The queue, what is in flight where, and the outcomes.
 
     Args:
-        worker_attempts: a request is lost with the last of so many workers that were lost with it.
+        worker_attempts: a request is lost with the last of so many workers that were lost with its prompt alone.
         prompt_attempts: a request is lost when the engine has failed with it so often.
         seconds: a request is lost so long after it was submitted (see :meth:`expire`).
     """
 
     def __init__(self, worker_attempts: int = 3, prompt_attempts: int = 3, seconds: float = inf) -> None:
         self._worker_attempts, self._prompt_attempts, self._seconds = worker_attempts, prompt_attempts, seconds
-        self._workers: dict[str, _Worker] = {}
-        self._queue: deque[_Group] = deque()
-        self._queued = self._queued_tokens = 0  # in the queue and in what waits for places with one worker
-        self._unfinished: OrderedDict[Slot, _Entry] = OrderedDict()  # oldest first
+        self._workers: dict[str, WorkerHand] = {}
+        self._queue: deque[Waiting] = deque()
+        self._suspects: deque[Waiting] = deque()  # of one or several prompts
+        self._queued = self._queued_tokens = 0  # in all of these and in what waits for places with one worker
+        self._unfinished: OrderedDict[Slot, Entry] = OrderedDict()  # oldest first
         self._outcomes: list[Outcome] = []
         self._counts: Counter[str] = Counter()
         self._failing: set[str] = set()  # prompts that failed at their first attempt since anything succeeded
@@ -169,7 +89,7 @@ class Dispatcher:
         """A new worker that takes at most ``capacity`` requests at a time, those that its engine queues included."""
         if worker in self._workers or capacity < 1:
             raise ValueError(f"worker {worker!r} is there already, or has no places ({capacity})")
-        self._workers[worker] = _Worker(worker, capacity, now, now)
+        self._workers[worker] = WorkerHand(worker, capacity, now, now)
 
     def in_hand(self, worker: str) -> int:
         """Requests that this worker has."""
@@ -180,18 +100,28 @@ class Dispatcher:
         self._workers[worker].draining = draining
         self._return_rest(self._workers[worker])
 
-    def remove_worker(self, worker: str, reason: str, now: float) -> None:
-        """It is gone (or unknown: nothing happens). What it had in hand goes to the front of the queue or is lost."""
+    def remove_worker(self, worker: str, reason: str, now: float) -> bool:
+        """It is gone (or unknown: nothing happens). What it had in hand is tried again, first or apart, or is lost.
+
+        Returns:
+            It had one prompt alone, which is charged with the loss.
+        """
         gone = self._workers.pop(worker, None)
         if gone is None:
-            return
+            return False
         self._return_rest(gone)
-        back = [entry for slot in list(gone.hand) if (entry := gone.release(slot, now)) is not None]
-        for entry in back:
-            entry.losses += 1
-            if entry.losses >= self._worker_attempts:
-                self._lose(entry, f"{entry.losses} workers were lost with it, the last one: {reason}")
-        self._retry([entry for entry in back if entry.losses < self._worker_attempts], front=True)
+        alone, first, suspects = len(gone.prompts) == 1, list[Entry](), list[Entry]()
+        for slot in list(gone.hand):
+            entry = gone.release(slot, now)
+            assert entry is not None
+            entry.losses, entry.charged = entry.losses + 1, entry.charged + alone
+            if entry.charged >= self._worker_attempts:
+                self._lose(entry, f"{entry.charged} workers were lost with its prompt alone, the last one: {reason}")
+            else:
+                (suspects if entry.losses > 1 or alone else first).append(entry)
+        self._retry(first, front=True)
+        self._suspect(suspects)
+        return alone
 
     def submit(self, requests: Sequence[Request], now: float, front: bool = False) -> None:
         """Queue these requests; ``front``: before all others.
@@ -203,7 +133,7 @@ class Dispatcher:
         for slot, n in times.items():
             if n > 1 or slot in self._unfinished:
                 raise EngineError("a sample was asked for again before it was done", slot)
-        entries = [_Entry(request, now) for request in requests]
+        entries = [Entry(request, now) for request in requests]
         self._unfinished.update((entry.request.slot, entry) for entry in entries)
         self._enqueue(entries, front)
 
@@ -228,17 +158,12 @@ class Dispatcher:
 
     def assign(self, now: float) -> dict[str, list[Request]]:
         """What to send to which worker now; it is in their hands from here on."""
-        sent: dict[str, list[Request]] = {}
+        sent = self._examine(now)
         ready = self._share_out() if self._queued else []
         while ready and (group := self._claim(worker := self._next_worker(ready))) is not None:
             prompt, took = group[0].prompt, 0
             while group and worker.room and (not took or worker.tokens < worker.share):
-                entry = group.popleft()
-                if not entry.gone:
-                    self._queued, self._queued_tokens = self._queued - 1, self._queued_tokens - entry.tokens
-                    worker.accept(entry, now)
-                    sent.setdefault(worker.name, []).append(entry.request)
-                    took += 1
+                took += self._send(group, worker, now, sent)
             if not group:
                 self._queued_tokens -= prompt
             elif worker.room:
@@ -305,7 +230,7 @@ class Dispatcher:
         rests = [worker.rest for worker in workers if worker.rest is not None]
         live = [
             (entry.submitted for group in waiting for entry in group if not entry.gone)
-            for waiting in (self._queue, rests)
+            for waiting in (self._queue, self._suspects, rests)
         ]
         return DispatchStats(
             queued=self._queued,
@@ -316,8 +241,8 @@ class Dispatcher:
             counts=self._counts.copy(),
         )
 
-    def _enqueue(self, entries: Iterable[_Entry], front: bool = False) -> None:
-        groups: dict[str, _Group] = {}
+    def _enqueue(self, entries: Iterable[Entry], front: bool = False) -> None:
+        groups: dict[str, Waiting] = {}
         for entry in entries:
             self._queued, self._queued_tokens = self._queued + 1, self._queued_tokens + entry.tokens
             groups.setdefault(entry.request.slot.uid, deque()).append(entry)
@@ -327,16 +252,56 @@ class Dispatcher:
         else:
             self._queue.extend(groups.values())
 
-    def _retry(self, entries: Collection[_Entry], front: bool = False) -> None:
+    def _retry(self, entries: Collection[Entry], front: bool = False) -> None:
         self._counts["retried"] += len(entries)
         self._enqueue(entries, front)
 
-    def _return_rest(self, worker: _Worker) -> None:
+    def _suspect(self, entries: list[Entry]) -> None:
+        """By halves of their prompts. These wait in turn, so that the innocent show in between that workers as such are
+        well."""
+        self._counts["retried"] += len(entries)
+        prompts: dict[str, list[Entry]] = {}
+        for entry in entries:
+            prompts.setdefault(entry.request.slot.uid, []).append(entry)
+        parts, middle = list(prompts.values()), len(prompts) // 2
+        self._suspects += [deque(chain.from_iterable(half)) for half in (parts[:middle], parts[middle:]) if half]
+        self._queued += len(entries)
+        self._queued_tokens += sum(entry.tokens for entry in entries)
+
+    def _examine(self, now: float) -> dict[str, list[Request]]:
+        """Send suspects to those who have nothing in hand; else one worker gets nothing new until it has."""
+        sent: dict[str, list[Request]] = {}
+        workers = [worker for worker in self._workers.values() if not worker.draining]
+        for worker in workers:
+            worker.apart = worker.apart and bool(worker.hand)
+            while self._suspects and not worker.hand:
+                suspects = self._suspects[0]
+                while suspects and worker.room:
+                    worker.apart |= self._send(suspects, worker, now, sent)
+                if not suspects:
+                    self._suspects.popleft()
+        if self._suspects and workers and not any(worker.apart for worker in workers):
+            min(workers, key=lambda worker: worker.tokens / worker.rate).apart = True
+        for worker in workers:
+            if worker.apart:
+                self._return_rest(worker)
+        return sent
+
+    def _send(self, group: Waiting, worker: WorkerHand, now: float, sent: dict[str, list[Request]]) -> bool:
+        """The next one of a group; False: it has been withdrawn."""
+        entry = group.popleft()
+        if not entry.gone:
+            self._queued, self._queued_tokens = self._queued - 1, self._queued_tokens - entry.tokens
+            worker.accept(entry, now)
+            sent.setdefault(worker.name, []).append(entry.request)
+        return not entry.gone
+
+    def _return_rest(self, worker: WorkerHand) -> None:
         if worker.rest is not None:
             self._queue.appendleft(worker.rest)
             worker.rest = None
 
-    def _share_out(self) -> list[_Worker]:
+    def _share_out(self) -> list[WorkerHand]:
         """Set every worker's share of all work; those that have a place and are below their share."""
         workers = [worker for worker in self._workers.values() if not worker.draining]
         known = [worker.speed for worker in workers if worker.speed is not None]
@@ -347,22 +312,22 @@ class Dispatcher:
         for worker in workers:
             worker.rate = worker.speed or guess
             worker.share = worker.rate * work / rate
-            if worker.room and worker.tokens < worker.share:
+            if worker.room and not worker.apart and worker.tokens < worker.share:
                 ready.append(worker)
         return ready
 
-    def _next_worker(self, ready: list[_Worker]) -> _Worker:
+    def _next_worker(self, ready: list[WorkerHand]) -> WorkerHand:
         """One that has room for the whole next group, and of these the one that would be done with it first."""
         group = self._queue[0] if self._queue else ()
         size, cost = len(group), sum(entry.tokens for entry in group)
         avoided = group[0].failed_with if group else None
         return min(ready, key=lambda w: (w.name == avoided, w.room < size, (w.tokens + cost) / w.rate))
 
-    def _claim(self, worker: _Worker) -> _Group | None:
+    def _claim(self, worker: WorkerHand) -> Waiting | None:
         """The group that it goes on with: its own, the next one, or the one that waits for the busiest worker."""
         if worker.rest is None and self._queue:
             return self._queue.popleft()
-        donor: _Worker | None = worker
+        donor: WorkerHand | None = worker
         if worker.rest is None:
             others = (other for other in self._workers.values() if other.rest is not None)
             donor = max(others, key=lambda other: other.tokens / other.rate, default=None)
@@ -371,10 +336,10 @@ class Dispatcher:
         group, donor.rest = donor.rest, None
         return group
 
-    def _release(self, worker: str, slot: Slot, now: float, response: int | None = None) -> _Entry | None:
+    def _release(self, worker: str, slot: Slot, now: float, response: int | None = None) -> Entry | None:
         return self._workers[worker].release(slot, now, response) if worker in self._workers else None
 
-    def _withdraw(self, entries: list[_Entry], now: float) -> dict[str, list[Slot]]:
+    def _withdraw(self, entries: list[Entry], now: float) -> dict[str, list[Slot]]:
         aborts: dict[str, list[Slot]] = {}
         for entry in entries:
             slot = entry.request.slot
@@ -387,7 +352,7 @@ class Dispatcher:
                 self._workers[entry.worker].release(slot, now)
         return aborts
 
-    def _lose(self, entry: _Entry, reason: str) -> None:
+    def _lose(self, entry: Entry, reason: str) -> None:
         self._unfinished.pop(entry.request.slot, None)
         self._outcomes.append(Lost(entry.request.slot, reason))
         self._counts["lost"] += 1
