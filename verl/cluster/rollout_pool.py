@@ -35,6 +35,7 @@ from verl.run_dir import RunDir
 ADVANCE_SECONDS = 0.25  # an answer is a sign of life
 CALLS_AHEAD = 2  # a worker has its next call while its last answer travels
 TICK_SECONDS = 0.05
+WORKER_ATTEMPTS = 6  # a response is lost with the last of so many workers that had its prompt alone
 
 
 class RolloutPool:
@@ -68,7 +69,7 @@ class RolloutPool:
         wish: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._sync, self._log = config, sync, log
-        self._dispatcher = Dispatcher(seconds=config.rollout.response_timeout or inf)
+        self._dispatcher = Dispatcher(WORKER_ATTEMPTS, seconds=config.rollout.response_timeout or inf)
         self._boxes: dict[Slot, list[Result]] = {}  # of those who wait in generate()
         self._finished: list[Result] = []
         self._failure: VerlError | None = None
