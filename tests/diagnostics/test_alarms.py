@@ -49,6 +49,8 @@ def test_the_run_ends_and_goes_on_when_asked(tmp_path: Path, letters: Path, acti
     run = RunDir(config.run_dir)
     assert sorted(int(path.name[5:]) for path in run.checkpoints.iterdir()) == saved
     assert alarms_of(run) == [("kl_exploded", 2)]
+    assert str(run.path) in raised.value.fix and "an alarm, see trainer.alarms" in run.report.read_text()
+    assert ("goes on from the checkpoint of step 2" in raised.value.fix) == (action == "pause")
     seen = overview(run)
     assert (seen.status, seen.reason, seen.steps) == ("stopped", "an alarm, see trainer.alarms", 2)
     if action == "pause":

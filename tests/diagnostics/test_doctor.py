@@ -16,6 +16,7 @@ from verl.diagnostics.checks_machine import GIB, Machine
 from verl.diagnostics.doctor import examine
 from verl.diagnostics.evidence import Evidence, steps_text
 from verl.diagnostics.kinds import KINDS
+from verl.run_dir import RunDir
 from verl.tracking.samples import SampleRow
 
 FIT = Machine(cores=4, load=1.0, memory=16 * GIB, swap_used=0, disk_free=100 * GIB, shared_free=8 * GIB)
@@ -59,6 +60,17 @@ def test_a_machine_that_is_not_fit(change: dict[str, Any], name: str) -> None:
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     here = Machine.here(tmp_path / "not" / "there")
     assert here.cores >= 1 and here.memory > GIB / 2 and here.disk_free > 0
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.log_event("started", "run", "step 0 of 9", 0)
+    (finding,) = examine(doctor.of_run(run))
+    assert finding.name == "died" and "killed" in finding.evidence
+    with run.lock():  # it runs
+        assert "died" not in names_of(doctor.of_run(run))
+    run.log_event("finished", "run", "step 9", 9)
+    assert names_of(doctor.of_run(run)) == set()
 
 
 def test_every_kind_of_finding_is_documented() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,16 @@ def test_ranks_share_what_is_sharded(model: Path) -> None:
         assert process.held["actor optimizer state"] == 8 * share
         assert ("rollout weights" in process.held) == (strategy == "fsdp2")  # a copy of the engine's own
         update = process.stages["actor update"]
-        assert update.get("its sum over the ranks", 0) == (strategy == "fsdp2") * 2 * 4 * 264 * 64
+        layer = (TINY - 264 * 64) // 2  # larger than the embedding
+        assert update.get("sums of gradients over the ranks", 0) == (strategy == "fsdp2") * 2 * 4 * layer
+        assert update.get("gathered weights", 0) == (strategy == "fsdp2") * 2 * (264 * 64 + 2 * layer)
         assert "holes of the last step" not in update  # of a CPU's heap
         assert not any("matrix products" in part for part in process.held)
+    settings = {"actor__world_size": 2, "actor__strategy": "fsdp2", "actor__auto_micro_batch": False}
+    config = config_of(model, cluster__backend="ray", **settings)
+    (process,) = processes(config, make_plan(config, 2, 0), facts, None, LENGTHS, GIB)
+    update = process.stages["actor update"]
+    assert 2 * update["holes of the last step"] == sum(update.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,6 +191,9 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert told["fits"] is False and told["settings"] is None  # the libraries alone are more
     assert told["processes"][0]["peak"] == told["needed"]
+    assert main(["plan", str(file), "--memory", "100MB", *hardware]) == 1
+    still = re.search(r"still be ([\d.]+) GiB", capsys.readouterr().out.replace("\n", " "))
+    assert still and 0.3 < float(still[1]) < told["needed"] / GIB
     assert main(["plan", str(file), "--memory", "lots"]) == 2
     assert "lots" in capsys.readouterr().err
     assert main(["plan", str(file), "--gpus", "8"]) == 2

@@ -333,17 +333,22 @@ def test_runs_lie_over_each_other(
         ".map((c) => [c.querySelector('h3').textContent, c.querySelectorAll('.legend li').length])"
     )
     found = dict(browser.run(charts))
-    assert found["Reward"] == 2 and found["Validation, reasoning_gym/chain_sum"] == 2 and "Entropy" in found
+    assert (
+        found["Reward"] == 2
+        and all(found.values())
+        and found["Validation, reasoning_gym/chain_sum"] == 2
+        and "Entropy" in found
+    )
     table = "[...document.querySelectorAll('#facts tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
     rows = {row[0]: row[1:] for row in browser.run(table)}
-    assert rows[""] == [f"synthetic ({run.path})" for run in runs]
+    assert rows[""] == [run.path.name for run in runs]
     assert rows["steps"] == ["20 of 40", "10 of 40"]
     keys = (
         "[...byId('config-rows').rows]"
         ".map((row) => [row.querySelector('code'), row.cells[1], row.cells[2]].map((cell) => cell.textContent))"
     )
     assert browser.run(keys) == [["rollout.n", "8", "4"], ["model2", "(not there)", hostile]]
-    assert browser.run("['samples', 'events'].map(byId)") == [None, None]
+    assert browser.run("['timeline', 'samples', 'events'].map(byId)") == [None, None, None]
     browser.run("byId('metric-all').click()")
     assert "timing_s/gen" in dict(browser.run(charts))
     point_at_last_step(browser, touch=width < 700)

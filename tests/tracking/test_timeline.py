@@ -57,6 +57,7 @@ def test_what_was_sampled_ahead_is_no_part_of_the_step() -> None:
 def test_the_trace_has_every_stage_and_worker_at_its_time() -> None:
     later = STEP | {"step": 3, "began": 112.0}
     events = trace([STEP, later])["traceEvents"]
+    assert all({"ph", "ts", "pid", "tid"} <= event.keys() for event in events)
     names = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
     assert list(names) == ["controller", "main_0", "rollout_1"]
     spans = [event for event in events if event["ph"] == "X"]

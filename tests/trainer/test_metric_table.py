@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -170,3 +171,11 @@ def test_the_page_is_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Held-out score" in said and "Gradient before clipping" in said and "otherwise:" in said
     assert main(["metrics", "explain", "actor/gradnorm"]) == 2
     assert "did you mean actor/grad_norm?" in capsys.readouterr().err
+
+
+def test_what_the_report_draws_in_one_chart_has_one_unit() -> None:
+    script = (ROOT / "verl" / "tracking" / "page" / "curves.js").read_text()
+    drawn = [re.findall(r'one\("([^"]+)"', chart) for chart in re.split(r"\n  add\(", script)[1:]]
+    assert ["actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"] in drawn and len(drawn) > 15
+    for chart in drawn:
+        assert len({row.unit for name in chart if (row := row_of(name)) is not None}) <= 1, chart

@@ -68,6 +68,7 @@ def test_the_command(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     then, now = json.loads(capsys.readouterr().out)["actor/lr"]
     assert then <= 1e-3 and now > 0.05
     assert main(["replay", str(run.path), "--step", "3", "actor.optim.lrr=0.5"]) == 2
+    assert main(["replay", str(run.path), "--step", "3", "rollout.n=1"]) == 2  # another split into mini-batches
     assert "did you mean" in capsys.readouterr().err
 
 

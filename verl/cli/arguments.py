@@ -59,7 +59,9 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(None, [*wanted, *(a for group in groups for a in group._group_actions)], groups)
         usage = " ".join(formatter.format_help().split()).replace(self.prog, f"{self.prog} [options]", 1)
         lines = (self.epilog or "").splitlines()
-        example = next((f"; for example: {line.strip()}" for line in lines if line.startswith("  verl ")), "")
+        # Without what stands beside it in a column of its own.
+        examples = [re.split(" {3,}", line.strip())[0] for line in lines if line.startswith("  verl ")]
+        example = f"; for example: {examples[0]}" if examples else ""
         raise ConfigError(f"{self.prog}: {message}", None, f"{usage}{example} (options: {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:

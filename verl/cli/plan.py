@@ -75,6 +75,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl.models.facts import read_facts
 
     source, overrides = _source(arguments)
+    loaded = load_config(source, overrides, arguments.preset)
     here = this_machine()
     gpus = here.gpus if arguments.gpus is None else arguments.gpus
     if gpus and not here.gpus and arguments.memory is None:
@@ -84,7 +85,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     def built(extra: list[str]) -> Config:
         return load_config(source, [*overrides, *extra], arguments.preset).config
 
-    loaded = load_config(source, overrides, arguments.preset)
     config = loaded.config
     tell(loaded.notices)
     model = read_facts(config.model.path, config.model.trust_remote_code)
@@ -98,6 +98,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     words, memory = list(batch_words(config, plan, lengths)), machine.memory
     less, possible = to_fit(built, machine, model, critic, lengths)
     fits, advice = possible and not less, less if possible else None
+    least = needed(planned(built(less), machine, model, critic, lengths)[1])
     speed = _speed(config, plan, model, lengths, arguments, bool(here.gpus))
     stages = stages_of(config, plan, model, critic, lengths, speed) if speed else []
     if arguments.simulate is not None:
@@ -114,7 +115,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return int(not fits)
     _print(subject, model, lengths, words, found)
     _print_time(stages, speed.source if speed else None)
-    _print_verdict(needed(found), memory, fits, advice, bool(gpus))
+    _print_verdict(needed(found), memory, fits, advice, least, bool(gpus))
     return int(not fits)
 
 
@@ -123,8 +124,9 @@ def _source(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
     from verl.tracking.runs import find_run
 
     source, overrides = settings(arguments.words)
-    if source is None and arguments.simulate:
-        source = str(find_run(arguments.simulate).config)
+    run = find_run(arguments.simulate) if arguments.simulate else None
+    if source is None and run is not None:
+        source = str(run.config)
     if source is None and not overrides:
         raise ConfigError("there is no configuration to plan", None, "verl plan my.yaml [key=value ...]")
     if (arguments.tflops is None) != (arguments.bandwidth is None):
@@ -268,7 +270,7 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | None, gpu: bool) -> None:
+def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | None, least: int, gpu: bool) -> None:
     from rich.text import Text
 
     from verl.diagnostics.plan import SPARE
@@ -281,7 +283,11 @@ def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | Non
     if fits:
         return
     if advice is None:
-        console.print("No smaller batches make it fit: a smaller model, more memory, or more GPUs (--gpus) would.")
+        console.print(
+            "With smallest batches, gradient checkpointing and sharded weights (on several ranks) it would still be "
+            f"{least / GIB:.2f} GiB: a smaller model, more memory, more GPUs (--gpus), or pools of their own for roles "
+            "(cluster.placement) would make it fit."
+        )
         return
     console.print("With these settings it fits:")
     for word in advice:

@@ -41,7 +41,10 @@ def _replay(arguments: argparse.Namespace) -> None:
     if source is not None:
         raise ConfigError("a setting needs the form key=value", source, f"write it as {source}=VALUE, or remove it")
     run_dir = find_run(arguments.run)
-    loaded = load_config(run_dir.path, overrides)
+    loaded, own = load_config(run_dir.path, overrides), load_config(run_dir.path).config
+    if (loaded.config.rollout.n, loaded.config.data.train_batch_size) != (own.rollout.n, own.data.train_batch_size):
+        what = f"rollout.n={own.rollout.n}, data.train_batch_size={own.data.train_batch_size}"
+        raise ConfigError("a replay has the responses that the run had", what, "leave these two as they were")
     tell([*loaded.notices, *settle_process(loaded.config)])
 
     from verl.models.quiet import without_bars

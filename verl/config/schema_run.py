@@ -139,8 +139,8 @@ class KlControlConfig(Section):
     kl_coef_end after the last step."""
     kl_coef: Number = field(0.001, "The coefficient, or where a moving one starts.", ge=0)
     kl_coef_end: Number = field(0.0, "Where linear and cosine courses end.", ge=0)
-    target_kl: Annotated[float, Unit("nats")] = Field(0.1, gt=0)
-    """KL per response that the adaptive coefficient aims at, in nats."""
+    target_kl: Annotated[float, Unit("nats a token")] = Field(0.1, gt=0)
+    """KL that the adaptive coefficient aims at, in nats a token: mean of each response, then over responses."""
     horizon: Responses = field(10000, "Responses over which the adaptive coefficient reacts.", ge=1)
 
 

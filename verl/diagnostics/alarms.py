@@ -63,7 +63,10 @@ class Alarms:
             return
         if action == "pause":
             save()
-        go_on = "the same command goes on from the checkpoint" if action == "pause" else found[0].fix
+        look = f"verl doctor {self._run_dir.path} and {self._run_dir.report} say more"
+        saved = f"the same command, with other settings if need be, goes on from the checkpoint of step {step}"
         raise AlarmRaised(
-            f"trainer.alarms.action={action}: {found[0].what}", found[0].evidence, f"verl doctor says more; {go_on}"
+            f"trainer.alarms.action={action}: {found[0].what}",
+            found[0].evidence,
+            f"{saved if action == 'pause' else found[0].fix}; {look}",
         )

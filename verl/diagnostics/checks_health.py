@@ -38,6 +38,11 @@ def stopped(evidence: Evidence) -> Iterator[Finding]:
     yield finding("stopped", why_stopped(last) if last.detail else "no reason noted", after=after)
 
 
+def died(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.died:
+        yield finding("died", evidence.died)
+
+
 def counters(evidence: Evidence) -> Iterator[Finding]:
     yield from _counted(evidence.steps, _COUNTERS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl.config import Config, build_config
@@ -14,14 +15,17 @@ from verl.errors import VerlError
 from verl.json_lines import read_jsonl
 from verl.run_dir import EventRecord, RunDir
 from verl.tracking.report_config import read_config
+from verl.tracking.report_health import last_of_life
+from verl.tracking.runs import overview_of
 from verl.tracking.samples import SampleRow, read_samples
-from verl.tracking.summary import read_metrics
+from verl.tracking.summary import read_metrics, summarize
 
 Check = Callable[[Evidence], Iterator[Finding]]
 SAMPLED_STEPS = 6  # read from a run: the first two and the last ones
 
 CHECKS: tuple[Check, ...] = (
     checks_health.stopped,
+    checks_health.died,
     checks_health.counters,
     checks_health.not_finite,
     checks_health.trouble,
@@ -47,7 +51,11 @@ def warnings(run_dir: RunDir, steps: Sequence[dict[str, Any]], events: Sequence[
 def of_run(run_dir: RunDir) -> Evidence:
     """What a run's folder tells, and the machine while the run is under way on it."""
     machine = Machine.here(run_dir.path) if run_dir.is_locked() else None
-    return of_folder(run_dir, read_metrics(run_dir)[0], run_dir.read_events(), machine)
+    steps, events = read_metrics(run_dir)[0], run_dir.read_events()
+    seen, last = overview_of(run_dir, steps, summarize(steps), events), last_of_life(events)
+    found = of_folder(run_dir, steps, events, machine)
+    silent = seen.status == "crashed" and last is not None and last.kind != "stopped"
+    return replace(found, died=seen.reason) if silent else found
 
 
 def of_folder(

@@ -64,6 +64,7 @@ class Evidence:
         data, overlap: the training files, and how many validation prompts they hold.
         trial: the reward on known right and wrong answers.
         machine: the one that runs, or is to run, this.
+        died: in words, where the run ended without a word of its own.
     """
 
     config: Config | None = None
@@ -75,6 +76,7 @@ class Evidence:
     overlap: int = 0
     trial: Trial | None = None
     machine: Machine | None = None
+    died: str = ""
 
     @property
     def rows(self) -> list[SampleRow]:

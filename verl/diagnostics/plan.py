@@ -214,10 +214,7 @@ def _trained(config: Config, model: ModelFacts, ranks: int, device: str, name: s
     b, sharded = bytes_of(config), ranks > 1 and config.actor.strategy == "fsdp2"
     share = -(-model.parameters // ranks) if sharded else model.parameters
     parts = {f"{name} master weights (float32)": 4 * share, f"{name} optimizer state": 8 * share}
-    if sharded:  # whole are the embedding, the projection and one layer
-        ends = model.vocabulary * model.hidden * (1 if model.tied else 2)
-        parts[f"{name} gathered weights"] = b * (ends + 2 * (model.parameters - ends) // model.layers)
-    elif b < 4:
+    if not sharded and b < 4:
         parts[f"{name} compute weights ({config.model.dtype})"] = _frozen(model, b, device)
     return parts
 
@@ -277,11 +274,19 @@ def _update(
     ended = {"gradients": gradients}
     # A tied projection's gradient waits for the embedding's; another comes to float32 before that.
     large = {"the embedding's gradient": words * (b * (1 + (head and model.tied)))}
-    if sharded:  # in float32, by gloo in a copy
-        large["its sum over the ranks"] = 4 * words * 2
-    if device == "cpu":  # of these and the float32 gradient: glibc gives an aligned tensor no hole of just its size
-        large["holes of the last step"] = sum(large.values()) + 4 * words
-    return max(begun, ended, key=lambda parts: sum(parts.values())) | large
+    if sharded:
+        ends = words * (1 if model.tied else 2)
+        block = (model.parameters - ends) // model.layers
+        # Whole are the embedding, the projection and one layer, while the next one comes.
+        begun["gathered weights"] = b * (ends + 2 * block)
+        # Flat and in float32, by gloo in a copy; of the embedding or of a layer.
+        large["sums of gradients over the ranks"] = 4 * max(words, block) * 2
+    needed = max(begun, ended, key=lambda parts: sum(parts.values())) | large
+    if device == "cpu":
+        # Of these and the float32 gradient: glibc gives an aligned tensor no hole of just its size. Where weights are
+        # sharded that is true of all: what is gathered, given up and summed layer by layer lies between the rest.
+        needed["holes of the last step"] = sum((needed if sharded else large).values()) + 4 * words * (not sharded)
+    return needed
 
 
 def _rollout(

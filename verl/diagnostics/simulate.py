@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Mode = Literal["sync", "streamed", "one_step_off", "async"]  # streamed: sync with trainer.stream_minibatches
 Length = Callable[[Slot], int]
 TAIL = 0.8  # sigma of a log-normal length
-EVENTS = 60_000  # responses that are simulated for one figure, about
+EVENTS = 20_000  # responses that are simulated for one figure, about
 PROMPT = [1]
 
 
@@ -109,9 +109,9 @@ class Sampling:
 
     def _result(self, slot: Slot, start: float) -> Result:
         length = self.length(slot)
-        versions = [bisect_right(self.published, start + i * self.token) - 1 for i in range(length)]
+        versions = np.searchsorted(self.published, start + np.arange(length) * self.token, "right") - 1
         ids, log_probs = np.ones(length, np.int32), np.full(length, -1.0, np.float32)
-        return Result(slot, ids, log_probs, np.ones(length, np.bool_), np.array(versions, np.int32), "stop")
+        return Result(slot, ids, log_probs, np.ones(length, np.bool_), versions.astype(np.int32), "stop")
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _stream(setting: Setting, sampling: Sampling, steps: int, staleness: int, un
 
 def drawn_from(lengths: Sequence[int]) -> Length:
     """Each slot one of these, by its name."""
-    return lambda slot: lengths[random.Random(str(slot)).randrange(len(lengths))]
+    return cache(lambda slot: lengths[random.Random(str(slot)).randrange(len(lengths))])
 
 
 def long_tailed(mean: float, longest: int) -> list[int]:

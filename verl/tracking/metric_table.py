@@ -142,7 +142,7 @@ POLICY = (
         "Growing fast: raise actor.kl_loss_coef or lower the learning rate. 0 throughout: is the reference the policy "
         "itself?"),
     Row("actor/reward_kl_penalty", "KL to the reference, as it is taken off the reward.",
-        "sum of a response's tokens (algorithm.kl_penalty), mean over responses", "nats a response",
+        "mean over a response's trained tokens (algorithm.kl_penalty), then over responses", "nats a token",
         "near algorithm.kl_ctrl.target_kl where that is adaptive", "Raise algorithm.kl_ctrl.kl_coef."),
     Row("actor/reward_kl_penalty_coeff", "Coefficient of that penalty.", "algorithm.kl_ctrl", "factor"),
     Row("{actor,critic,train}/grad_norm", "Gradient before clipping.", "2-norm, mean over the step's optimizer steps",
@@ -328,6 +328,10 @@ Every metric that a run can log, generated from `verl/tracking/metric_table.py` 
 Means, sums and extremes are formed once, over the whole step: how a batch was split over micro-batches and ranks does not
 change them (costs apart). Values that are not finite are left out and counted as `<metric>/skipped`. A metric that has
 no value in a step is absent from it, never 0.
+
+A *group* is the responses to one prompt, its *spread* how far their scores lie apart. *Trained tokens* are the sampled ones
+that the loss counts. A *share* lies between 0 and 1. A *nat* is the unit of log-probs: one less makes a token 2.7 times
+less likely. *Old*, *rollout* and *reference* policy: before this batch's updates, as the engine sampled, as training began.
 """
 
 

@@ -108,7 +108,7 @@ def write_comparison(runs: Sequence[RunDir], path: Path) -> Path:
 def comparison_data(runs: Sequence[RunDir]) -> dict[str, Any]:
     """What the page of several runs shows; curves of all runs over the steps of any of them."""
     parts = [report_data(require_run(run), samples=False)[0] for run in runs]
-    labels = _labels([part["title"] for part in parts], [str(run.path) for run in runs])
+    labels = _labels([run.path.resolve().name for run in runs], [str(run.path) for run in runs])
     every = sorted({step for part in parts for step in part["curves"]["steps"]})
     values: dict[str, dict[str, list[float | None]]] = {}
     for label, part in zip(labels, parts, strict=True):
@@ -134,11 +134,9 @@ def comparison_data(runs: Sequence[RunDir]) -> dict[str, Any]:
     }
 
 
-def _labels(titles: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Names that tell the runs apart: their own, the folder too where two have the same."""
-    return [
-        title if titles.count(title) == 1 else f"{title} ({path})" for title, path in zip(titles, paths, strict=True)
-    ]
+def _labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Names that tell the runs apart, as verl run list has them: their folders', the path where two are the same."""
+    return [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
 
 
 def _facts(

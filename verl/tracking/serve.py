@@ -54,9 +54,10 @@ class ReportServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
-        except OSError as error:
-            fix = "choose another --port (0: any that is free) or --host"
-            raise VerlError("cannot listen at that address", f"{host}:{port} ({error.strerror})", fix) from None
+        except (OSError, OverflowError) as error:
+            fix = "choose another --port (0: any that is free; at most 65535) or --host"
+            why = getattr(error, "strerror", None) or error
+            raise VerlError("cannot listen at that address", f"{host}:{port} ({why})", fix) from None
 
     @property
     def url(self) -> str:

@@ -121,7 +121,7 @@ def trace(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
             spans.setdefault(name, []).extend((part, offset + a, offset + b, step) for part, a, b in own)
     events: list[dict[str, Any]] = []
     for pid, name in enumerate(spans):
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+        events.append({"ph": "M", "name": "process_name", "ts": 0, "pid": pid, "tid": 0, "args": {"name": name}})
         for row, (part, began, end, step) in rows_of(spans[name]):
             what = f"step {step}" if part == "step" else part
             times = {"ts": round(began * 1e6), "dur": round(end * 1e6) - round(began * 1e6)}

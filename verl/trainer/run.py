@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ from verl.cluster.start import EventLog, require_machine, start_workers
 from verl.config import Config, SupervisedConfig, dump_yaml
 from verl.config.names import nearest_path
 from verl.data.rendering import untemplated
+from verl.diagnostics.alarms import AlarmRaised
 from verl.errors import CheckpointError, ConfigError, RewardError, VerlError, WorkerDiedError, meant
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking.report import write_report
@@ -224,6 +225,9 @@ def stop_noted(run_dir: RunDir, state: HasStep) -> Iterator[None]:
         unread = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
         reason = BrokenPipeError if unread else type(meant(error))
         run_dir.log_event("stopped", "run", reason.__name__, state.step)
+        if isinstance(error, AlarmRaised):
+            with suppress(VerlError):
+                write_report(run_dir)  # the next thing to look at
         raise
 
 

@@ -118,12 +118,14 @@ class ShardedWeights(MasterWeights):
     def gather(self, name: str, part: Tensor) -> Tensor:
         """The whole of what each rank has a part of, as of this master."""
         rows, *rest = self.shapes[name]
-        filled = part.new_zeros(-(-rows // self.ranks.size), *rest)
-        filled[: len(part)] = part
-        parts = part.new_empty(self.ranks.size, *filled.shape)
+        share = -(-rows // self.ranks.size)
+        if len(part) < share:
+            part = torch.cat([part, part.new_zeros(share - len(part), *rest)])
+        whole = part.new_empty(self.ranks.size * share, *rest)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
         with self.ranks.waiting_for(f"all parts of {name}"):
-            dist.all_gather(list(parts), filled)
-        return parts.flatten(0, 1)[:rows]
+            all_gather(whole, part)
+        return whole[:rows]
 
     def rows(self, shape: Sequence[int]) -> slice:
         share = -(-shape[0] // self.ranks.size)

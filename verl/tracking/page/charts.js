@@ -247,7 +247,7 @@ function chart(parent, given) {
   const card = el("figure", { class: "chart" + (spec.wide ? " wide" : "") }, el("h3", {}, spec.title));
   if (spec.about) card.append(el("p", { class: "about" }, spec.about));
   card.append(box);
-  if (having.length > 1 || spec.kind === "bars") {
+  if (having.length > 1 || spec.kind === "bars" || spec.legend) {
     card.append(el("ul", { class: "legend" }, ...spec.series.map((s, k) => el("li", { class: `k${colour(s, k) % 6}` }, s.name))));
   }
   parent.append(card);

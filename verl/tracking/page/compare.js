@@ -15,7 +15,7 @@ function showOverlays(data) {
   redraw.disconnect();
   holder.replaceChildren();
   const add = (name, title, height) => chart(holder, {
-    title, about: data.about[name] || "", steps, kind: "line", height,
+    title, about: data.about[name] || "", steps, kind: "line", height, legend: true,
     // The same colour for a run in every chart: a run without the metric keeps its place.
     series: data.runs.map(({ label }, k) => {
       const values = metrics[name][label];
@@ -66,7 +66,7 @@ function showComparison(data) {
   byId("title").textContent = visible(data.title);
   byId("subtitle").textContent = plural(data.runs.length, "run") + " compared";
   byId("footer").textContent = `Written ${data.written} by VeRL from the folders of the runs.`;
-  for (const id of ["samples", "events", "marks"]) byId(id).remove();
+  for (const id of ["timeline", "samples", "events", "marks"]) byId(id).remove();
   for (const link of document.querySelectorAll("nav a")) if (!byId(link.hash.slice(1))) link.remove();
   byId("curve-switches").elements.bands.parentElement.hidden = true;
   byId("notes").append(...data.runs.flatMap(({ label, notes }) => notes.map((text) => el("li", {}, `${label}: ${text}`))));
