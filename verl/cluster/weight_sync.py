@@ -200,7 +200,7 @@ class Participant:
             for name, copy in copies.items():
                 copy.copy_(named[name])
         end = time.monotonic() + meeting.seconds
-        doing = f"to meet, {MEET_SECONDS:g} s"
+        doing = f"to meet, {min(MEET_SECONDS, meeting.seconds):g} s"
         try:
             if meeting.workers and meeting != self._meeting:
                 self._group = None
