@@ -90,7 +90,7 @@ OTHER = {
     "actor.clip_ratio_schedule.target_metric": ("pg_clipfrac",),
     "actor.prefix_sharing": ("off",),
     "actor.recompute_old_log_probs": ("always",),
-    "rollout.name": None,  # one value so far
+    "rollout.name": ("engine.py:Engine",),
     "rollout.n": ("4",),
     "rollout.temperature": ("0.7",),
     "rollout.top_p": None,  # fixed by law 3; refused in test_config_rules

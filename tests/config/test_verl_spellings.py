@@ -106,7 +106,9 @@ def test_a_published_script_loads_as_it_is():
 def test_other_engines_become_the_embedded_one(engine):
     loaded = load(f"actor_rollout_ref.rollout.name={engine}")
     assert loaded.config.rollout.name == "embedded"
-    assert loaded.notices == [f"rollout.name={engine}: the embedded engine takes its place; it is the only one so far"]
+    assert loaded.notices == [
+        f"rollout.name={engine}: the embedded engine takes its place, the only one that is built in"
+    ]
     assert load("rollout.name=embedded").notices == []
     with pytest.raises(ConfigError, match=r"rollout\.name must be embedded"):
         load("rollout.name=vlm")

@@ -13,7 +13,7 @@ from verl.tracking.summary import read_metrics
 ROOT = Path(__file__).parents[2]
 
 
-def test_loss_estimator_reward_and_tracker(
+def test_loss_estimator_reward_tracker_and_engine(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -29,4 +29,8 @@ def test_loss_estimator_reward_and_tracker(
     # (r - m) / (1 + s) of scores within [0, 1] stays within (-1, 1); GRPO's own reach 1.5 in groups of four.
     assert all(-1 < step["critic/advantages/min"] < 0 < step["critic/advantages/max"] < 1 for step in steps)
     lines = (run / "score.csv").read_text().splitlines()
+    # The engine recomputes what the trainer computes, and claims no parity.
+    assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
+    files = [Path(event.subject).name for event in RunDir(run).read_events() if event.kind == "user_code"]
+    assert sorted(set(files)) == ["engine.py", "estimator.py", "loss.py", "reward.py", "tracker.py"]
     assert lines == ["step,score"] + [f"{step['step']},{step['critic/score/mean']}" for step in steps]

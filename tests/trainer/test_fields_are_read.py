@@ -39,7 +39,6 @@ ELSEWHERE = {
     "rollout.worker_timeout",
     "rollout.response_timeout",
     "trainer.staleness_unit",  # async
-    "rollout.name",  # one engine so far
     "trainer.project_name",  # noted in config.yaml and in the report
     "trainer.resume_from_path",
     "actor.optim.on_nonfinite",  # read when a gradient is not finite

@@ -18,7 +18,8 @@ from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_tokenizer, stop_ids
 from verl.models.memory import held_memory
 from verl.models.policy import PolicyModel
-from verl.rollout.embedded import EmbeddedEngine, EngineLimits
+from verl.rollout.embedded import EngineLimits
+from verl.rollout.engines import EngineContext, give_weights, make_engine
 from verl.rollout.isolation import Isolation
 from verl.rollout.protocol import EngineStats, Request, Result, Slot, generate
 
@@ -72,7 +73,7 @@ class RolloutWorker:
         if spec.kv_cache_gb is not None:
             rollout = rollout.model_copy(update={"kv_cache_gb": spec.kv_cache_gb})
         limits = EngineLimits.of_run(rollout, config.data, spec.count)
-        self._engine = EmbeddedEngine(policy, tokenizer, limits, stop_ids(path, tokenizer))
+        self._engine = make_engine(EngineContext(policy, tokenizer, stop_ids(path, tokenizer), limits, config))
         self._isolation = Isolation(self._engine)
 
     def sample(self, requests: list[Request]) -> list[Result]:
@@ -119,4 +120,4 @@ class RolloutWorker:
         take(dict(self._policy.model.named_parameters()), self._received[version] if weights is None else weights)
         for old in [received for received in list(self._received) if received <= version]:
             del self._received[old]
-        self._engine.load_weights(version)
+        give_weights(self._engine, self._policy, version)

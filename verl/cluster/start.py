@@ -139,7 +139,8 @@ def _agreement(parity: ParityReport | None, config: Config, report: Report) -> b
     elif not parity.differing:
         report(
             f"engine and trainer agree in the {parity.tokens} log-probs compared, but not by proof for every batch "
-            "(a model with experts, or this machine's matmuls): old log-probs are computed by the trainer"
+            "(an engine that claims none, a model with experts, or this machine's matmuls): old log-probs are "
+            "computed by the trainer"
         )
     else:
         report(

@@ -41,9 +41,10 @@ from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.protocol.files import write_safetensors
 from verl.rewards.scorer import RuleScorer
-from verl.rollout.embedded import EmbeddedEngine, EngineLimits
+from verl.rollout.embedded import EngineLimits
+from verl.rollout.engines import EngineContext, engine_class, give_weights, make_engine, require_answers
 from verl.rollout.parity import ParityReport, compare, probe_requests
-from verl.rollout.protocol import EngineStats, Request, Result, generate
+from verl.rollout.protocol import BIT_PARITY, EngineStats, Request, Result, generate
 from verl.training.actor import Actor
 from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
@@ -115,12 +116,11 @@ class Worker:
             )
         self._tokenizer = tokenizer = load_tokenizer(*config.tokenizer)
         if "rollout" in roles:
-            self._engine = EmbeddedEngine(
-                PolicyModel(self._load(dtype, device)).requires_grad_(False) if weights.sharded else policy,
-                tokenizer,
-                EngineLimits.of_run(config.rollout, config.data, self._ranks.size),
-                stop_ids(config.model.path, tokenizer),
-            )
+            own = PolicyModel(self._load(dtype, device)).requires_grad_(False) if weights.sharded else policy
+            limits = EngineLimits.of_run(config.rollout, config.data, self._ranks.size)
+            ends = stop_ids(config.model.path, tokenizer)
+            self._engine = make_engine(EngineContext(own, tokenizer, ends, limits, config))
+            self._engine_policy = own
         if "critic" in roles:
             self._critic = self._load_critic(dtype, device)
         if "reward" in roles and self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
@@ -201,7 +201,7 @@ class Worker:
     def publish(self, version: int) -> None:
         """The engine's caches are dropped, the version is noted. Its weights are the actor's own tensors; where those
         are sharded, a copy that is brought up to date here."""
-        self._engine.load_weights(version, self._actor.weights.whole())
+        give_weights(self._engine, self._engine_policy, version, self._actor.weights.whole())
 
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
@@ -247,7 +247,10 @@ class Worker:
         return probe_requests(self._actor.policy, rows, longest, n, config.rollout.temperature)
 
     def compare(self, requests: list[Request], results: list[Result]) -> ParityReport:
-        return compare(self._actor.policy, requests, results, self._config.rollout.temperature)
+        name, temperature = self._config.rollout.name, self._config.rollout.temperature
+        require_answers(name, requests, results)
+        claimed = BIT_PARITY in engine_class(name).capabilities
+        return compare(self._actor.policy, requests, results, temperature, claimed)
 
     def memory_gb(self) -> dict[str, float]:
         """``peak``: most memory (GiB) that this process ever had, of the GPU where it computes on one, else of the

@@ -8,9 +8,9 @@ from os.path import expandvars
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from verl.config.base import FieldProblem, Section, Unit, also, field, in_stage, part
+from verl.config.base import FieldProblem, Section, Takes, Unit, also, field, in_stage, part
 from verl.config.problems import Problem
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
@@ -25,6 +25,13 @@ RESUMING = in_stage("start: the checkpoint to go on from")
 KL_IN_REWARD = in_stage("process: the KL penalty in the reward")
 
 TokenId = Annotated[int, Field(ge=0), Unit("token ids")]
+
+
+def _engine_name(value: str) -> str:
+    path, _, name = value.rpartition(":")
+    if value == "embedded" or (path.endswith(".py") and name.isidentifier()):
+        return value
+    raise FieldProblem("names no engine", "use embedded, or FILE.py:CLASS for a class of your own")
 
 
 class ValSamplingConfig(Section):
@@ -75,8 +82,9 @@ class RolloutConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the engine"
 
-    name: Literal["embedded"] = "embedded"
-    """Rollout engine; vllm, sglang, hf and trtllm of other scripts are read as embedded."""
+    name: Annotated[str, AfterValidator(_engine_name), Takes("embedded, or FILE.py:CLASS")] = "embedded"
+    """The built-in engine, or a class of your own (docs/extending.md); vllm, sglang, hf and trtllm of other scripts are
+    read as embedded."""
     n: Responses = field(1, "Responses for each training prompt: the size of a group.", ge=1)
     temperature: Number = field(1.0, "Training temperature; log-probs are of the tempered model.", ge=0)
     top_p: Share = Field(1.0, gt=0, le=1)

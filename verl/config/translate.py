@@ -146,7 +146,7 @@ def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[
 def _renamed(values: dict[str, Any]) -> Iterator[str]:
     """Engines and strategies of other systems."""
     for key, own, why in (
-        ("rollout.name", "embedded", "the embedded engine takes its place; it is the only one so far"),
+        ("rollout.name", "embedded", "the embedded engine takes its place, the only one that is built in"),
         ("actor.strategy", "fsdp2", "fsdp2 takes its place, which shards weights over the ranks as well"),
     ):
         given = values.get(key)

@@ -48,6 +48,21 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
 
+    @classmethod
+    def of(cls, request: Request, eos_token_ids: frozenset[int], max_model_len: int) -> Sequence:
+        """As far as the request has come; the model has its own end tokens and so many positions."""
+        sampling = request.sampling
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+        room = max_model_len - len(request.prompt_ids)
+        sequence = cls(request, min(sampling.max_new_tokens, room), ends)
+        if request.resume is not None:
+            sequence.ids = request.resume.response_ids.tolist()
+            sequence.log_probs = request.resume.log_probs.tolist()
+            sequence.versions = request.resume.versions.tolist()
+            mass = request.resume.kept_log_mass
+            sequence.kept_log_mass = [0.0] * len(sequence.ids) if mass is None else mass.tolist()
+        return sequence
+
     @property
     def length(self) -> int:
         """Prompt and response tokens so far."""
@@ -179,7 +194,7 @@ class Scheduler:
         refused = []
         keys: dict[int, list[bytes]] = {}  # of prompt lists that several requests hold
         for request in requests:
-            sequence = self._sequence(request)
+            sequence = Sequence.of(request, self.eos_token_ids, self.max_model_len)
             # The last token's keys and values are never asked for.
             fits = blocks_for(sequence.full_length - 1, self.block_size) <= self.blocks.count
             if sequence.ids and sequence.ids[-1] in sequence.end_tokens:
@@ -201,19 +216,6 @@ class Scheduler:
         self._waiting_for[key] += change
         if not self._waiting_for[key]:
             del self._waiting_for[key]
-
-    def _sequence(self, request: Request) -> Sequence:
-        sampling = request.sampling
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
-        room = self.max_model_len - len(request.prompt_ids)
-        sequence = Sequence(request, min(sampling.max_new_tokens, room), ends)
-        if request.resume is not None:
-            sequence.ids = request.resume.response_ids.tolist()
-            sequence.log_probs = request.resume.log_probs.tolist()
-            sequence.versions = request.resume.versions.tolist()
-            mass = request.resume.kept_log_mass
-            sequence.kept_log_mass = [0.0] * len(sequence.ids) if mass is None else mass.tolist()
-        return sequence
 
     # one step -----------------------------------------------------------------------------------------------------
 

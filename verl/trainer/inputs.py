@@ -19,6 +19,7 @@ from verl.errors import ConfigError, ModelError
 from verl.json_lines import json_line
 from verl.models.loading import load_config, load_tokenizer, require_classifier
 from verl.rewards.scorer import RuleScorer
+from verl.rollout.engines import engine_class
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking.trackers import check_loggers
 
@@ -36,8 +37,9 @@ class Inputs:
 
     @classmethod
     def load(cls, config: Config, reward: Callable[..., Any] | None = None) -> Inputs:
-        """Raises VerlError for whatever is wrong with logger names, policy loss, model, data or reward function."""
+        """Raises VerlError for what is wrong with logger names, engine, policy loss, model, data or reward function."""
         check_loggers(config.trainer.logger)
+        engine_class(config.rollout.name)
         find_policy_loss(config.actor.policy_loss)
         find_estimator(config.algorithm, reread=True)
         data = config.data
