@@ -110,7 +110,7 @@ def test_other_engines_become_the_embedded_one(engine):
         f"rollout.name={engine}: the embedded engine takes its place, the only one that is built in"
     ]
     assert load("rollout.name=embedded").notices == []
-    with pytest.raises(ConfigError, match=r"rollout\.name must be embedded"):
+    with pytest.raises(ConfigError, match=r"rollout\.name: names no engine"):
         load("rollout.name=vlm")
 
 

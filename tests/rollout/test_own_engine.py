@@ -128,7 +128,7 @@ def test_what_it_raises_when_it_is_made_names_its_line(tmp_path: Path) -> None:
     file.write_text(WHOLE.replace("self.seen = {}", "1 / 0"))
     policy = random_policy()
     context = EngineContext(policy, PieceTokenizer(), [EOS], EngineLimits(), config_of(f"{file}:Engine"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"cannot be made.*ZeroDivisionError: division by zero \(own.py:4\)"):
+    with pytest.raises(ConfigError, match=r"cannot be made\n.*ZeroDivisionError: division by zero \(own.py:4\)"):
         make_engine(context)
 
 
@@ -138,14 +138,14 @@ def test_answers_that_are_none_stop_the_run_at_its_start(tmp_path: Path, tiny_mo
     text = EXAMPLE.read_text().replace("return ended\n", wrong)
     file.write_text(text.replace("import torch\n", "from dataclasses import replace\n\nimport torch\n", 1))
     worker = Worker(config_of(f"{file}:PlainEngine", str(tiny_model_dir)))
-    with pytest.raises(EngineError, match=r"sampled 5 tokens, and its result has other columns.*log_probs 4"):
+    with pytest.raises(EngineError, match=r"(?s)sampled 5 tokens, and its result has other columns.*log_probs 4"):
         worker.setup()
     worker.close()
 
 
 @pytest.mark.parametrize("name", ["embeded", "own.py", "own.py:", "own.txt:Engine", "own.py:not a name"])
 def test_a_name_that_is_neither_is_refused_with_the_configuration(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.name: names no engine.*use embedded, or FILE.py:CLASS"):
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.name: names no engine.*use embedded, or FILE.py:CLASS"):
         config_of(name)
 
 

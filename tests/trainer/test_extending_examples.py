@@ -31,6 +31,6 @@ def test_loss_estimator_reward_tracker_and_engine(
     lines = (run / "score.csv").read_text().splitlines()
     # The engine recomputes what the trainer computes, and claims no parity.
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
-    files = [Path(event.subject).name for event in RunDir(run).read_events() if event.kind == "user_code"]
-    assert sorted(set(files)) == ["engine.py", "estimator.py", "loss.py", "reward.py", "tracker.py"]
+    files = {Path(event.subject).name for event in RunDir(run).read_events() if event.kind == "user_code"}
+    assert files >= {"engine.py", "estimator.py", "loss.py", "reward.py", "tracker.py"}
     assert lines == ["step,score"] + [f"{step['step']},{step['critic/score/mean']}" for step in steps]

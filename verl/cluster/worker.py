@@ -132,7 +132,7 @@ class Worker:
             return None
         requests = self.parity_probe()
         report = self.compare(requests, self.generate(requests, None))
-        return replace(report, decoding=self._engine.decoding)
+        return replace(report, decoding=getattr(self._engine, "decoding", ""))  # an engine of one's own may be silent
 
     def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
         policy = PolicyModel(self._load_trained(device))
