@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shlex
@@ -259,3 +260,12 @@ def test_a_signal_within_compiled_code_is_that_signal(capsys: pytest.CaptureFixt
     assert guarded(lambda: interrupted(ValueError()), debug=False) == 1
     assert capsys.readouterr().err.startswith("error: SystemError")
     assert [event.detail for event in run_dir.read_events()] == ["KeyboardInterrupt", "SystemError"]
+
+
+def test_a_pipe_that_knows_ascii_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setattr(entry, "_run", lambda words: print("0.2 \N{RIGHTWARDS ARROW} 0.5") or 0)
+    assert entry.main([]) == 0
+    pipe.flush()
+    assert pipe.buffer.getvalue() == b"0.2 \\u2192 0.5\n"  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import signal
@@ -60,6 +61,8 @@ class _Terminated(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``verl``; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a pipe may know ASCII alone, and a model says anything
     hint = _GO_ON if [word for word in words if word != "--debug"][:1] in (["train"], ["sft"], ["reward-model"]) else ""
     return guarded(lambda: _run(words), debug="--debug" in words, hint=hint)
 
