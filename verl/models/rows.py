@@ -53,6 +53,7 @@ class RowRule:
         large: the most rows of one call by the shape of the weight, where that is more than ``block``: a power of two,
             which like all lesser ones down to the block has the bits of blocks.
         proven: whether the probe found every row's bits independent of the others.
+        any_threads: whether it found them independent of the number of threads, too.
     """
 
     multiple: int = 8
@@ -62,6 +63,7 @@ class RowRule:
     single: frozenset[torch.Size] = frozenset()
     large: dict[torch.Size, int] = field(default_factory=dict)
     proven: bool = False
+    any_threads: bool = field(default=False, compare=False)
 
     def padded(self, rows: int) -> int:
         return max(1, -(-rows // self.multiple)) * self.multiple
@@ -226,12 +228,13 @@ def _probe(weights: Weights) -> RowRule:
     here = torch.get_num_threads()
     try:
         for threads in (sorted({1, 2, here}), [here]):  # whoever samples may have other threads than who trains
+            found = {"proven": True, "any_threads": len(threads) > 1}
             if _can_pack(weights.values()) and (packed := _packed_rule(weights, threads)):
                 large = {shape: _largest_call(weight, packed, threads) for shape, weight in weights.items()}
-                return replace(packed, large=large, proven=True)
+                return replace(packed, large=large, **found)  # type: ignore[arg-type]
             for rule in (ALL_ROWS, IN_BLOCKS):
                 if all(_keeps_bits(weight, rule, threads) for weight in weights.values()):
-                    return replace(rule, proven=True)
+                    return replace(rule, **found)  # type: ignore[arg-type]
     finally:
         torch.set_num_threads(here)
     return ALL_ROWS

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -122,6 +121,7 @@ class EmbeddedEngine:
         weight = policy.model.get_output_embeddings().weight
         self._sampler = Sampler(weight.shape[0], model_device(policy))
         self.eager, self.eager_because = limits.eager, ""
+        self._made: dict[Any, Any] = {}
         self._version = 0
         self._paused = False
         self._refused: list[Result] = []
@@ -225,14 +225,15 @@ class EmbeddedEngine:
         fill = rule.padded(len(tokens)) - len(tokens)
         positions = F.pad(context.positions, (0, fill))
         ids = torch.tensor(tokens + [0] * fill, device=device)
-        with _threads(1 if max(len(ids), rule.least) * self._largest_layer <= ONE_THREAD else torch.get_num_threads()):
+        small = rule.any_threads and max(len(ids), rule.least) * self._largest_layer <= ONE_THREAD
+        with _threads(1 if small else torch.get_num_threads()):
             return self.policy.hidden_states(ids, positions, context)
 
-    @cached_property
+    @property
     def _native(self) -> NativeDecoder | None:
         return self._compiled(NativeDecoder)
 
-    @cached_property
+    @property
     def _native_head(self) -> NativeHead | None:
         return self._compiled(NativeHead)
 
@@ -241,16 +242,21 @@ class EmbeddedEngine:
         """By what tokens are decoded, in words; nothing where there is no choice."""
         if self.eager or model_device(self.policy).type != "cpu":
             return ""
-        return "by torch's operators: " + self.eager_because if self._native is None else "in compiled code"
+        if self._native is None or self._native_head is None:
+            return f"by torch's operators{'' if self._native is None else ' in part'}: {self.eager_because}"
+        return "in compiled code"
 
     def _compiled(self, kind: type[T]) -> T | None:
+        """Made at its first use with so many threads: with others the products that it has to match may differ."""
         if self.eager:
             return None
-        try:
-            return kind(self.policy)  # type: ignore[call-arg]
-        except Unavailable as reason:
-            self.eager_because = str(reason)
-            return None
+        key = kind, torch.get_num_threads()
+        if key not in self._made:
+            try:
+                self._made[key] = kind(self.policy)  # type: ignore[call-arg]
+            except Unavailable as reason:
+                self._made[key], self.eager_because = None, str(reason)
+        return self._made[key]
 
     def _advance(self, sequences: list[Sequence], hidden: Tensor) -> list[Result]:
         """Sample the next token of these sequences; the responses that end with it."""

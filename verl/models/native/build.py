@@ -138,11 +138,12 @@ def find_product(weight: Tensor, rule: RowRule) -> Product:
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     expected = linear_rows(x, weight, None, rule)
     out = torch.empty_like(expected)
-    _, place = laid_out(weight, rule)
+    packed, place = laid_out(weight, rule)
+    numbers = torch.ops.mkldnn._nbytes(packed) // weight.itemsize
     sizes = [ctypes.c_int64(size) for size in (rows, inputs, outputs)]
     for width, count in product(WIDTHS, CHUNKS):
         how = Product(width, -(-inputs // MULTIPLE // count) * MULTIPLE)
-        if outputs % width == 0:
+        if -(-outputs // width) * width * inputs <= numbers:  # the last outputs are filled up
             library().one_linear(address(x), ctypes.c_void_p(place), None, address(out), *sizes, how)
             if torch.equal(out, expected):
                 return how
