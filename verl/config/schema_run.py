@@ -10,7 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
+from verl.config.aliases import OTHER_VALUES
 from verl.config.base import FieldProblem, Section, Takes, Unit, also, field, in_stage, part
+from verl.config.names import did_you_mean
 from verl.config.problems import Problem
 from verl.config.schema_losses import RolloutCorrectionConfig
 from verl.config.schema_roles import KlType
@@ -31,7 +33,8 @@ def _engine_name(value: str) -> str:
     path, _, name = value.rpartition(":")
     if value == "embedded" or (path.endswith(".py") and name.isidentifier()):
         return value
-    raise FieldProblem("names no engine", "use embedded, or FILE.py:CLASS for a class of your own")
+    hint = did_you_mean(value, ["embedded", *OTHER_VALUES["rollout.name"]])
+    raise FieldProblem("names no engine", f"{hint}use embedded, or FILE.py:CLASS for a class of your own")
 
 
 class ValSamplingConfig(Section):
