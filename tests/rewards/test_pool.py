@@ -305,8 +305,10 @@ def test_a_forged_answer_costs_its_worker_and_no_more(scorer_of, forged):
 
 
 def test_half_an_answer_is_not_waited_for(scorer_of):
+    began = time.monotonic()
     out = scorer_of(FORGER, timeout=0.5).score(batch_of(["1", "say(b'[', 100) or spin()", "2"])).non_tensor_batch
     assert out["score"].tolist() == [1.0, None, 2.0] and "no answer within" in out["reward_reason"][1]
+    assert time.monotonic() - began < pool_module.SEND_SECONDS / 2
 
 
 def test_memory_is_bounded_and_more_fails_its_call_alone(scorer_of):

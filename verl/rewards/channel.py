@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ class Channel:
 
     def __init__(self, own: socket.socket) -> None:
         self._socket, self._got = own, bytearray()
+        self.heard = 0.0  # when something arrived last, by the monotonic clock
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -55,6 +57,7 @@ class Channel:
         if not arrived:
             raise EOFError
         self._got += arrived
+        self.heard = time.monotonic()
         while len(self._got) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._got)
             if length > MESSAGE_LIMIT:

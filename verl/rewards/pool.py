@@ -35,6 +35,7 @@ from verl.user_code import IMPORT_SECONDS
 GROW_SECONDS = 0.1  # calls that wait so long get more workers, twice as many
 IDLE_SECONDS = 60.0  # a worker that had nothing to do for so long ends
 START_SECONDS = IMPORT_SECONDS + 30.0  # for a worker to start and import the user's file
+PAUSE_SECONDS = 5.0  # within an answer that has begun to arrive
 GRACE_SECONDS = 1.0  # async calls are cut off in the worker at their limit, if its event loop still turns
 CHUNK = 64  # most calls given to a worker at once
 LOST_AT_MOST = 3  # workers that may end before they come to a call
@@ -362,8 +363,11 @@ class Pool:
         if not worker.begun:
             return worker.since + START_SECONDS
         grace = GRACE_SECONDS * any(job.together for job in worker.jobs.values())
-        sending = SEND_SECONDS * worker.channel.partial  # it is done, and its answer takes time to get here
-        return worker.since + self._limit + grace + sending
+        due = worker.since + self._limit + grace
+        if not worker.channel.partial:
+            return due
+        # It is done, and its answer takes time to get here, or it only began to say one.
+        return min(due + SEND_SECONDS, max(due, worker.channel.heard + PAUSE_SECONDS))
 
     def _until_due(self) -> float:
         now = time.monotonic()
