@@ -14,8 +14,7 @@ from verl.config import dump_yaml
 from verl.diagnostics import checks_machine, doctor
 from verl.diagnostics.checks_machine import GIB, Machine
 from verl.diagnostics.doctor import examine
-from verl.diagnostics.evidence import Evidence, steps_text
-from verl.diagnostics.kinds import KINDS
+from verl.diagnostics.evidence import KINDS, Evidence, steps_text
 from verl.run_dir import RunDir
 from verl.tracking.samples import SampleRow
 

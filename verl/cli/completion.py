@@ -6,68 +6,14 @@ import argparse
 import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from verl.cli.arguments import Commands, command
 from verl.errors import ConfigError
 
 ASK = "words"  # in the place of a shell: what the scripts call, with the words of the line behind it
 
-# bash takes a word with = for several, and puts a reply in the place of the last of them.
-BASH = r"""_verl() {
-    local line=${COMP_LINE:0:COMP_POINT} current cut="" reply
-    local -a words
-    read -ra words <<<"$line"
-    [[ $line == *[[:space:]] ]] && words+=("")
-    current=${words[${#words[@]} - 1]}
-    [[ $current == *=* && $COMP_WORDBREAKS == *=* ]] && cut=${current%%=*}=
-    COMPREPLY=()
-    while IFS=$'\t' read -r reply _; do
-        COMPREPLY+=("${reply#"$cut"}")
-    done < <("${words[0]}" completion words "${words[@]:1}" 2>/dev/null)
-    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[./=] ]] && compopt -o nospace
-    return 0
-}
-complete -o default -F _verl verl
-"""
-
-ZSH = r"""#compdef verl
-_verl() {
-    local -a whole begun shown shown_begun
-    local line name
-    for line in "${(@f)$("${words[1]}" completion words "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)}"; do
-        name=${line%%$'\t'*}
-        case $name in
-            "") ;;
-            *[./=]) begun+=("$name"); shown_begun+=("${line/$'\t'/  -- }") ;;
-            *) whole+=("$name"); shown+=("${line/$'\t'/  -- }") ;;
-        esac
-    done
-    if (( ! ${#whole} && ! ${#begun} )); then
-        compset -P '*='
-        _files
-        return
-    fi
-    (( ${#whole} )) && compadd -l -d shown -a whole
-    (( ${#begun} )) && compadd -l -S '' -d shown_begun -a begun
-    return 0
-}
-compdef _verl verl
-"""
-
-FISH = r"""function __verl_words
-    set -l words (commandline -opc)
-    set -l current (commandline -ct)
-    set -l found ($words[1] completion words $words[2..] "$current" 2>/dev/null)
-    if test (count $found) -gt 0
-        printf '%s\n' $found
-    else
-        __fish_complete_path "$current"
-    end
-end
-complete -c verl -f -a '(__verl_words)'
-"""
-
-SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+SCRIPTS = {shell: Path(__file__).with_name(f"completion.{shell}") for shell in ("bash", "zsh", "fish")}
 
 
 def add(commands: Commands, root: Callable[[], argparse.ArgumentParser]) -> None:
@@ -87,7 +33,7 @@ def add(commands: Commands, root: Callable[[], argparse.ArgumentParser]) -> None
             for name, help in candidates(root(), arguments.line or [""]):
                 print(f"{name}\t{help}" if help else name)
         elif arguments.shell in SCRIPTS:
-            print(SCRIPTS[arguments.shell], end="")
+            print(SCRIPTS[arguments.shell].read_text(encoding="utf-8"), end="")
         else:
             raise ConfigError("no completion for this shell", arguments.shell, f"one of {', '.join(SCRIPTS)}")
 

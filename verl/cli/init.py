@@ -27,30 +27,6 @@ MOST_SEQUENCES = {"cpu": 64, "cuda": 256}
 BATCH_RESPONSES = {"cpu": 128, "cuda": 512}  # of one step: a steady gradient, and steps that end
 Entry = tuple[Any, str]  # a value and why it is that
 
-REWARD_TEMPLATE = '''\
-"""The reward of {config}: what a response is worth.
-
-Try it without a model: python -c "from {module} import compute_score; print(compute_score('', 'text', 'answer'))"
-"""
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Called once for every response.
-
-    Args:
-        data_source: the row's data source.
-        solution_str: the response, without special tokens.
-        ground_truth: the row's answer, here for example {example!r}.
-        extra_info: a dict of the row's other columns.
-
-    Returns:
-        A number, usually from 0 to 1; or a dict with "score", whose other keys are logged; or None where this response
-        cannot be scored (it is then left out).
-    """
-    # TODO: this is only a beginning: 1 where the response holds the answer.
-    return 1.0 if str(ground_truth).strip() in solution_str else 0.0
-'''
-
 
 def add(commands: Commands) -> None:
     init = command(commands, "init", _init)
@@ -201,7 +177,8 @@ def choose_reward(
         return {"reward.rule": ("number", "every answer is a number: the last number of a response counts")}, None
     _refuse_to_overwrite(file, arguments.force)
     example = str(data.looked_at[0].ground_truth)[:40]
-    return entries, (file, REWARD_TEMPLATE.format(config=out.name, module=file.stem, example=example))
+    template = Path(__file__).with_name("reward_template.txt").read_text(encoding="utf-8")
+    return entries, (file, template.format(config=out.name, module=file.stem, example=example))
 
 
 def choose_settings(

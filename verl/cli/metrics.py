@@ -54,7 +54,7 @@ def _reference(arguments: argparse.Namespace) -> None:
 
     verl metrics reference --out metrics.md
     """
-    from verl.tracking.metric_table import TABLE, reference
+    from verl.tracking.metric_table import PAGE, TABLE
 
     tables = {title: [row._asdict() for row in rows] for title, rows in TABLE.items()}
-    write_page(json_line(tables) + "\n" if arguments.json else reference(), arguments.out)
+    write_page(json_line(tables) + "\n" if arguments.json else PAGE.read_text(encoding="utf-8"), arguments.out)

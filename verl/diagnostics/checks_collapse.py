@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.diagnostics.evidence import Evidence, Finding, course, mean, steps_text
-from verl.diagnostics.kinds import finding
+from verl.diagnostics.evidence import Evidence, Finding, course, finding, mean, steps_text
 from verl.tracking import names
 
 NGRAM = 4

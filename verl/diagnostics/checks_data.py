@@ -6,8 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from verl.diagnostics.evidence import Evidence, Finding, mean
-from verl.diagnostics.kinds import finding
+from verl.diagnostics.evidence import Evidence, Finding, finding, mean
 
 SHORT_TRUTH = 4  # characters; a shorter ground truth stands in a prompt by chance, as verl data inspect has it
 

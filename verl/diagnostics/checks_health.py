@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from verl.diagnostics.evidence import MAX_LISTED, Evidence, Finding, few, steps_text
-from verl.diagnostics.kinds import finding
+from verl.diagnostics.evidence import MAX_LISTED, Evidence, Finding, few, finding, steps_text
 from verl.json_lines import json_line
 from verl.run_dir import EventRecord
 from verl.tracking import names

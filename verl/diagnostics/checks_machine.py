@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.diagnostics.evidence import Evidence, Finding
-from verl.diagnostics.kinds import finding
+from verl.diagnostics.evidence import Evidence, Finding, finding
 
 GIB = 2**30
 

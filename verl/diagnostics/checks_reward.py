@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import stdev
 from typing import Any
 
-from verl.diagnostics.evidence import Evidence, Finding, mean
-from verl.diagnostics.kinds import finding
+from verl.diagnostics.evidence import Evidence, Finding, finding, mean
 from verl.tracking import names
 from verl.tracking.samples import SampleRow
 

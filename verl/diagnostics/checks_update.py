@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median, stdev
 
-from verl.diagnostics.evidence import Evidence, Finding, course, mean, steps_text
-from verl.diagnostics.kinds import finding
+from verl.diagnostics.evidence import Evidence, Finding, course, finding, mean, steps_text
 from verl.tracking import names
 
 UNEVEN = 1000.0  # times that one layer's gradient may be another's

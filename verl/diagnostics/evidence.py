@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from verl.config.schema_run import AlarmsConfig
 from verl.run_dir import EventRecord
 from verl.tracking import names
+from verl.tracking.metric_table import tables
 from verl.tracking.samples import SampleRow
 
 if TYPE_CHECKING:
@@ -51,6 +53,17 @@ class Finding:
     def advice(self) -> str:
         """In one line, with the fix."""
         return f"{self.text} → {self.fix}" if self.fix else self.text
+
+
+# Of every kind of finding: severity, what, cause, fix; a check fills their braces.
+KINDS = {name: texts for name, *texts in tables(Path(__file__).with_name("findings.md"))["Findings"]}
+
+
+def finding(name: str, evidence: str, severity: Severity | None = None, **words: object) -> Finding:
+    """One of the kinds of findings.md; ``severity`` where it depends on how much there is of it."""
+    grave, *texts = KINDS[name]
+    what, cause, fix = (text.format(**words) for text in texts)
+    return Finding(name, severity or cast(Severity, grave), what, evidence, cause, fix)
 
 
 @dataclass(frozen=True)
