@@ -53,14 +53,14 @@ ALL_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def has_amx() -> bool:
+def has_avx512_bf16() -> bool:
     try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text().split()
+        return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
     except OSError:
         return False
 
 
-needs_amx = pytest.mark.skipif(not has_amx(), reason="compiled code is for CPUs with AMX")
+needs_avx512_bf16 = pytest.mark.skipif(not has_avx512_bf16(), reason="compiled code needs bfloat16 instructions")
 
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from toy_models import needs_amx, random_policy
+from toy_models import needs_avx512_bf16, random_policy
 
 from verl.models.native import training
 from verl.models.native.training import compiled
@@ -33,7 +33,7 @@ def trained(policy: PolicyModel, modules: bool) -> list[Tensor]:
     return [log_probs.detach(), *(x.grad.clone() for x in policy.parameters() if x.grad is not None)]
 
 
-@needs_amx
+@needs_avx512_bf16
 @pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bits_of_an_update(family: str, modules: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_bits_of_an_update(family: str, modules: bool, monkeypatch: pytest.Monke
     assert all(map(torch.equal, found, expected))
 
 
-@needs_amx
+@needs_avx512_bf16
 @pytest.mark.parametrize("threads", [1, 3])
 def test_any_number_of_threads(threads: int) -> None:
     policy, before = policy_of("llama"), torch.get_num_threads()
@@ -72,7 +72,7 @@ def test_other_tensors_are_left_to_the_operators(make: Callable[[], Tensor]) -> 
     assert compiled(make()) is None
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_kernels_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = training.Kernels.gate
     monkeypatch.setattr(training.Kernels, "gate", lambda self, g, up: gate(self, g, up) + 1)

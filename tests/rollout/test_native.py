@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from contract import groups, make_engine, random_prompts, request
-from toy_models import has_amx, needs_amx, random_policy
+from toy_models import has_avx512_bf16, needs_avx512_bf16, random_policy
 
 from verl.errors import EngineError
 from verl.models.native import build
@@ -69,7 +69,7 @@ def compiled(policy: PolicyModel, **limits: Any) -> EmbeddedEngine:
     return engine
 
 
-@needs_amx
+@needs_avx512_bf16
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_of_the_operators(family: str) -> None:
     policy = policy_of(family)
@@ -78,7 +78,7 @@ def test_bits_of_the_operators(family: str) -> None:
     assert engine.stats().blocks_used == 0
 
 
-@needs_amx
+@needs_avx512_bf16
 @pytest.mark.parametrize("limit", [1024, 40, 0])
 def test_prompts_in_chunks_beside_responses(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places are taken again as responses end: new prompts are computed, by either, beside tokens that decode."""
@@ -88,7 +88,7 @@ def test_prompts_in_chunks_beside_responses(limit: int, monkeypatch: pytest.Monk
     same(generate(make_engine(policy, 5, 70), requests()), expected)
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_any_number_of_threads_and_rows() -> None:
     policy = policy_of("llama")
     expected = generate(make_engine(policy, 24, eager=True), requests())
@@ -110,7 +110,7 @@ def expected_of(results: list[Result], step: int) -> list[Result]:
     return [result for result in results if result.slot in wanted]
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_new_weights_are_laid_out_anew() -> None:
     policy = policy_of("llama")
     engine = compiled(policy)
@@ -126,7 +126,7 @@ def test_new_weights_are_laid_out_anew() -> None:
     assert any(list(a.response_ids) != list(b.response_ids) for a, b in zip(first, second, strict=True))
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_what_it_does_not_know_is_left_to_the_operators() -> None:
     policy = policy_of("llama")
     engine = compiled(policy)
@@ -140,7 +140,7 @@ def test_what_it_does_not_know_is_left_to_the_operators() -> None:
     [
         (lambda: random_policy("llama", torch.float32, **SIZES), "bfloat16"),
         (lambda: random_policy("gpt2", torch.bfloat16), "Llama|bfloat16"),
-        (lambda: random_policy("llama", torch.bfloat16, **SIZES | {"head_dim": 16}), "heads|multiples|Llama|AMX"),
+        (lambda: random_policy("llama", torch.bfloat16, **SIZES | {"head_dim": 16}), "heads|multiples|Llama|AVX-512"),
     ],
 )
 def test_other_models_are_refused_with_a_reason(policy: Any, because: str) -> None:
@@ -152,14 +152,14 @@ def test_other_models_are_refused_with_a_reason(policy: Any, because: str) -> No
 def test_no_compiler_and_no_amx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    with pytest.raises(Unavailable, match="no C compiler" if has_amx() else "no AMX|Linux"):
+    with pytest.raises(Unavailable, match="no C compiler" if has_avx512_bf16() else "no AVX-512|Linux"):
         build.library.__wrapped__()
     monkeypatch.setattr(build.torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with pytest.raises(Unavailable, match="AVX-512|Linux"):
         build.library.__wrapped__()
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_built_where_only_the_user_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "cache_root", lambda: tmp_path)
     (tmp_path / "native").mkdir()
@@ -173,7 +173,7 @@ def test_built_where_only_the_user_writes(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not list((tmp_path / "native").iterdir())
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_what_was_kept_and_is_broken_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
@@ -187,7 +187,7 @@ def test_what_was_kept_and_is_broken_is_built_again(monkeypatch: pytest.MonkeyPa
     assert build.library.__wrapped__()._name == str(made[1])
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -198,7 +198,7 @@ def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         build.library.__wrapped__()
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_a_product_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong width or chunk gives other bits, so that nothing but the right one is taken."""
     policy = policy_of("llama")
@@ -211,7 +211,7 @@ def test_a_product_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(right, Product)
 
 
-@needs_amx
+@needs_avx512_bf16
 def test_broken_weights_are_told() -> None:
     policy = policy_of("llama")
     engine = compiled(policy)

@@ -121,8 +121,8 @@ class RolloutConfig(Section):
     """Rollout workers of their own: compress what they sample on its way to the trainer, without loss (zstd), for a
     slow network between machines."""
     enforce_eager: bool = False
-    """Decode with torch's operators alone. false: on CPUs with AMX and a C compiler, models of Llama's kin in bfloat16
-    decode in compiled code, with the same bits."""
+    """Decode with torch's operators alone. false: on CPUs with AMX or AVX512-BF16 and a C compiler, models of
+    Llama's kin in bfloat16 decode in compiled code, with the same bits."""
     enable_prefix_caching: bool = False
     """Keep the keys and values of prompts for later prompts with the same beginning, until the weights change.
     Responses to one prompt share it anyway."""

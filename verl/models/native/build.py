@@ -1,7 +1,7 @@
 """The C code beside this file, compiled once by the machine's compiler and looked at before it is trusted.
 
-It is written for CPUs with AMX. Where there is none, where there is no compiler, or where a probe finds one bit that
-differs from torch's operators, the engine stays with these.
+It is written for CPUs with instructions for bfloat16: AMX, or those of AVX-512. Where there are none, where there is no
+compiler, or where a probe finds one bit that differs from torch's operators, the engine stays with these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-f
 BUILD_SECONDS = 120
 MULTIPLE = 32  # of all sizes
 WIDTHS = 32, 64  # of oneDNN's layouts
-CHUNKS = range(1, 9)  # into which it may cut the inputs of a product
+PARTS = range(1, 9)  # as many of one size may it cut the inputs of a product into,
+CHUNKS = 256, 512, 1024, 2048  # or into parts of this size
 PROBE_ROWS = 64
 
 
@@ -48,7 +49,7 @@ def library() -> ctypes.CDLL:
     """The compiled code.
 
     Raises:
-        Unavailable: there is no compiler, or the CPU has no AMX.
+        Unavailable: there is no compiler, or the CPU has no instructions for bfloat16.
     """
     if os.environ.get("VERL_NATIVE") == "0":
         raise Unavailable("VERL_NATIVE=0")
@@ -56,8 +57,8 @@ def library() -> ctypes.CDLL:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
         raise Unavailable("it is written for Linux on x86") from None
-    if "amx_bf16" not in flags.split() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        raise Unavailable("the CPU has no AMX for bfloat16, or torch does not use AVX-512")
+    if "avx512_bf16" not in flags.split() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        raise Unavailable("the CPU has no AVX-512 for bfloat16, or torch does not use it")
     digest = hashlib.sha256(repr((FLAGS, flags)).encode())
     for source in sorted(HERE.glob("*.[ch]")):
         digest.update(source.read_bytes())
@@ -141,8 +142,9 @@ def find_product(weight: Tensor, rule: RowRule) -> Product:
     packed, place = laid_out(weight, rule)
     numbers = torch.ops.mkldnn._nbytes(packed) // weight.itemsize
     sizes = [ctypes.c_int64(size) for size in (rows, inputs, outputs)]
-    for width, count in product(WIDTHS, CHUNKS):
-        how = Product(width, -(-inputs // MULTIPLE // count) * MULTIPLE)
+    chunks = [-(-inputs // MULTIPLE // count) * MULTIPLE for count in PARTS] + [x for x in CHUNKS if x < inputs]
+    for width, chunk in product(WIDTHS, dict.fromkeys(chunks)):
+        how = Product(width, chunk)
         if -(-outputs // width) * width * inputs <= numbers:  # the last outputs are filled up
             library().one_linear(address(x), ctypes.c_void_p(place), None, address(out), *sizes, how)
             if torch.equal(out, expected):

@@ -3,7 +3,7 @@
  * Between its matrix products a decode step is some two thousand small operations, each of which takes longer to call
  * than to compute. Here it is one call, and every intermediate result is rounded to bfloat16 where theirs is.
  *
- * Shape legend: T tokens (R of them with fill, a multiple of 16), H hidden size, A attention heads, K key-value heads,
+ * Shape legend: T tokens (R of them with fill), H hidden size, A attention heads, K key-value heads,
  * G = A / K, D head size, F inner size of the MLP, S = 128 places of a block of keys.
  */
 #include "numbers.h"
@@ -78,26 +78,16 @@ static void add_values(const bf16 *weights, int64_t stride, const bf16 *values, 
     /* Unpacking two rows of 32 values pairs them up, but leaves columns in this order: fours of either tile. */
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    bf16 pairs[S / 32][2][16 * 32] ALIGNED;
+    bf16 pairs[S / 2][2][32] ALIGNED;
     float found[2][256] ALIGNED;
     for (int64_t d = 0; d < D; d += 32) {
         for (int64_t i = 0; i < keys / 2; i++) {
             const bf16 *at = values + 2 * i * D + d;
             __m512i a = _mm512_loadu_si512(at), b = _mm512_loadu_si512(at + D);
-            _mm512_store_si512(pairs[i / 16][0] + i % 16 * 32, _mm512_unpacklo_epi16(a, b));
-            _mm512_store_si512(pairs[i / 16][1] + i % 16 * 32, _mm512_unpackhi_epi16(a, b));
+            _mm512_store_si512(pairs[i][0], _mm512_unpacklo_epi16(a, b));
+            _mm512_store_si512(pairs[i][1], _mm512_unpackhi_epi16(a, b));
         }
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t i = 0; i < keys / 32; i++) {
-            _tile_loadd(4, weights + i * 32, stride * 2);
-            _tile_loadd(5, pairs[i][0], 64);
-            _tile_loadd(6, pairs[i][1], 64);
-            MULTIPLY(0, 4, 5);
-            MULTIPLY(1, 4, 6);
-        }
-        _tile_stored(0, found[0], 64);
-        _tile_stored(1, found[1], 64);
+        value_products(weights, stride, pairs, keys, G, found);
         for (int64_t g = 0; g < G; g++) {
             __m512 a = _mm512_load_ps(found[0] + g * TILE), b = _mm512_load_ps(found[1] + g * TILE);
             for (int half = 0; half < 2; half++) {
@@ -116,25 +106,19 @@ static void attend(const bf16 *query, const Layer *layer, const Sizes *sizes, in
     int64_t D = sizes->D, G = sizes->A / sizes->K, stride = sizes->most_blocks * S;
     int64_t first = layer->window && length > layer->window ? length - layer->window : 0;
     int64_t start = first / S * S, end = (length + 31) / 32 * 32;
-    bf16 queries[8][16 * 32] ALIGNED; /* D of at most 256 */
+    bf16 queries[128 * 32] ALIGNED; /* D of at most 256 */
     float found[S * TILE] ALIGNED;
     memset(queries, 0, sizeof queries);
     for (int64_t g = 0; g < G; g++)
         for (int64_t pair = 0; pair < D / 2; pair++)
-            memcpy(queries[pair / 16] + (pair % 16 * 16 + g) * 2, query + g * D + pair * 2, 4);
+            memcpy(queries + (pair * 16 + g) * 2, query + g * D + pair * 2, 4);
     for (int64_t at = start; at < end; at += S) {
         const bf16 *keys = layer->keys + (blocks[at / S] * sizes->K + head) * S * D;
         int64_t count = end - at < S ? end - at : S;
         for (int64_t i = 0; i < count; i += TILE) {
             for (int64_t next = i * D; next < (i + TILE) * D; next += 32)
                 _mm_prefetch((const char *)(layer->values + (keys - layer->keys) + next), _MM_HINT_T1);
-            _tile_zero(0);
-            for (int64_t d = 0; d < D; d += 32) {
-                _tile_loadd(4, keys + i * D + d, D * 2);
-                _tile_loadd(5, queries[d / 32], 64);
-                MULTIPLY(0, 4, 5);
-            }
-            _tile_stored(0, found + i * TILE, 64);
+            key_products(keys + i * D, queries, D, found + i * TILE);
         }
         for (int64_t g = 0; g < G; g++)
             scaled_scores(found + g, scores + g * stride + at, at, count, first, length, (float)sizes->scale);
@@ -175,7 +159,7 @@ static void turn_rows(const Layer *layer, const Sizes *n, bf16 *q, bf16 *k, cons
  * every thread, bytes_of_scratch. */
 void decode(const Sizes *n, const Layer *layers, const bf16 *last_norm, bf16 *x, const bf16 *cos, const bf16 *sin, const int32_t *blocks,
             const int32_t *lengths, bf16 *space, float *scratch, int64_t floats_of_scratch, int threads) {
-    const int64_t T = n->T, R = (T + 15) / 16 * 16, H = n->H, D = n->D, A = n->A, K = n->K, F = n->F, G = A / K;
+    const int64_t T = n->T, R = FILLED_UP(T), H = n->H, D = n->D, A = n->A, K = n->K, F = n->F, G = A / K;
     bf16 *normed = space, *delta = normed + R * H, *q = delta + R * H, *seen = q + R * A * D, *k = seen + R * A * D;
     bf16 *v = k + R * K * D, *gate = v + R * K * D, *up = gate + R * F;
 #pragma omp parallel num_threads(threads)

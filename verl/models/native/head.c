@@ -7,8 +7,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether the system lets this process use AMX's tiles. */
-int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+/* Whether the system lets this process use AMX's tiles, where the code does. */
+int may_use_tiles(void) {
+#ifdef __AMX_BF16__
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return 1;
+#endif
+}
 
 /* For build.py to find out how oneDNN computes. */
 void one_linear(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *out, int64_t R, int64_t inputs,
@@ -21,9 +27,10 @@ void one_linear(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *out, 
 
 #define BLOCK 256 /* tokens, see sampling.py */
 
-/* logits (R, V) of hidden states x (R, H), R a multiple of 16. */
-void project_head(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *logits, int64_t R, int64_t H, int64_t V,
+/* logits (R, V) of hidden states x (R, H). */
+void project_head(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *logits, int64_t T, int64_t H, int64_t V,
                   Product how, int threads) {
+    const int64_t R = FILLED_UP(T);
 #pragma omp parallel num_threads(threads)
     {
         Tiles before;

@@ -50,7 +50,7 @@ class NativeHead:
         filled = F.pad(hidden, (0, 0, 0, -rows % 16)).contiguous()
         logits = self._space.take("logits", len(filled) * vocabulary, hidden.dtype)
         held, place = laid_out(self._head.weight, self._rule)
-        sizes = [ctypes.c_int64(size) for size in (len(filled), width, vocabulary)]
+        sizes = [ctypes.c_int64(size) for size in (rows, width, vocabulary)]
         self._library.project_head(
             address(filled), ctypes.c_void_p(place), address(self._head.bias), address(logits), *sizes, self._product,
             ctypes.c_int(threads),
