@@ -22,8 +22,8 @@ from statistics import fmean, stdev
 from verl.models.tiny import build_tiny
 from verl.run_dir import RunDir
 from verl.tracking import names
+from verl.tracking.names import read_metrics
 from verl.tracking.runs import is_run, overview
-from verl.tracking.summary import read_metrics
 
 PICTURE = Path("docs/learning.svg")
 SHARED = Path(__file__).with_name("learning.yaml")

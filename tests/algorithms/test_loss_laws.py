@@ -19,8 +19,7 @@ from verl.algorithms.loss_inputs import LossInputs, PolicyLoss
 from verl.algorithms.metric import merge_all, reduce_metrics
 from verl.algorithms.policy_loss import POLICY_LOSSES
 from verl.algorithms.value_loss import ValueLossInputs, value_loss
-from verl.config.schema_losses import PolicyLossConfig
-from verl.config.schema_roles import ActorConfig, CriticConfig
+from verl.config.schema_roles import ActorConfig, CriticConfig, PolicyLossConfig
 
 MAX_LENGTH = 11.0
 KINDS = [kind + plus for kind in (*KL_ESTIMATORS, "full") for plus in ("", "+") if kind + plus not in ("k1", "kl")]

@@ -20,8 +20,7 @@ from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.loss_inputs import LossInputs
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.policy_loss import POLICY_LOSSES
-from verl.config.schema_losses import PolicyLossConfig
-from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig, PolicyLossConfig
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": -0.5, "clip_cov_ub": 2.0},

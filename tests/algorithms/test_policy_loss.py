@@ -14,8 +14,7 @@ from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.loss_inputs import LossInputs, PolicyLoss, guarded
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss, vanilla
-from verl.config.schema_losses import PolicyLossConfig
-from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig, PolicyLossConfig
 from verl.errors import ConfigError
 
 NAN, INF = math.nan, math.inf

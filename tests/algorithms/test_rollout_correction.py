@@ -16,8 +16,7 @@ from verl.algorithms.loss_inputs import LossInputs
 from verl.algorithms.metric import merge_all, reduce_metrics
 from verl.algorithms.policy_loss import vanilla
 from verl.algorithms.rollout_correction import correct_rollout
-from verl.config.schema_losses import REJECTIONS, RolloutCorrectionConfig
-from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import REJECTIONS, ActorConfig, RolloutCorrectionConfig
 
 NAN, INF = math.nan, math.inf
 

@@ -17,8 +17,7 @@ from verl.algorithms.schedules import (
     scheduled_actor,
     warmup_steps,
 )
-from verl.config.schema_losses import ClipScheduleConfig, ScheduleConfig
-from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig, ClipScheduleConfig, ScheduleConfig
 from verl.config.schema_run import KlControlConfig
 from verl.errors import ConfigError
 

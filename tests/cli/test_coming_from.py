@@ -20,8 +20,8 @@ import yaml
 from verl.cli import entry
 from verl.config import load_config
 from verl.config.aliases import GLOBAL_MICRO_BATCH, canonical
-from verl.config.foreign import no_meaning
 from verl.config.keys import leaves, sections
+from verl.config.translate import no_meaning
 from verl.trainer import main_ppo
 
 ROOT = Path(__file__).parents[2]

@@ -155,7 +155,7 @@ def test_a_backslash_with_a_space_behind_it(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_train_help_and_presets_list_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    from verl.config.overlays import presets
+    from verl.config.settings import presets
 
     with pytest.raises(SystemExit):
         entry.main(["train", "--help"])

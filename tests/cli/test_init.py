@@ -14,7 +14,7 @@ import pytest
 from verl import Trainer, load_config
 from verl.cli import entry
 from verl.cli.init import DataFacts, choose_lengths, choose_prompts, choose_settings, fitted
-from verl.config.overlays import presets, read_preset
+from verl.config.settings import presets, read_preset
 from verl.diagnostics.plan import GIB, Lengths, Machine, needed, planned, this_machine
 from verl.models.facts import ModelFacts
 

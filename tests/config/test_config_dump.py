@@ -8,11 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl.config import LoadedConfig, build_config, dump_yaml, load_config
+from verl.config.explain import select, tree
 from verl.config.interpolate import escape
-from verl.config.keys import leaves
-from verl.config.origins import Origin
-from verl.config.show import select, tree
-from verl.config.text import one_line
+from verl.config.keys import leaves, one_line
+from verl.config.load import Origin
 from verl.errors import ConfigError
 
 BASE = ["data.train_files=[train.parquet]", "model.path=tiny"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.config.foreign import NO_MEANING, NOT_YET
 from verl.config.keys import leaves
 from verl.config.reference import reference
+from verl.config.translate import NO_MEANING, NOT_YET
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

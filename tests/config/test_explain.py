@@ -7,10 +7,8 @@ import pytest
 from verl.config.aliases import ALIASES, GLOBAL_MICRO_BATCH, MISNOMERS, PREFIXES, VERL_DEFAULTS, canonical, spellings
 from verl.config.base import plain_types
 from verl.config.explain import explain, overview
-from verl.config.fields import facts
-from verl.config.foreign import NO_MEANING, NOT_YET
-from verl.config.keys import leaves, owner, sections
-from verl.config.text import one_line
+from verl.config.keys import facts, leaves, one_line, owner, sections
+from verl.config.translate import NO_MEANING, NOT_YET
 from verl.errors import ConfigError
 
 

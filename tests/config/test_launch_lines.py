@@ -8,8 +8,8 @@ import pytest
 
 from verl.config import load_config
 from verl.config.aliases import GLOBAL_MICRO_BATCH, canonical
-from verl.config.foreign import no_meaning, not_yet
 from verl.config.keys import free_dict_of, leaves
+from verl.config.translate import no_meaning, not_yet
 from verl.errors import ConfigError
 
 DATA = Path(__file__).with_name("data")

@@ -9,7 +9,7 @@ import pytest
 
 from verl.config import load_config
 from verl.config.keys import leaves
-from verl.config.origins import Origin
+from verl.config.load import Origin
 from verl.errors import ConfigError
 
 BASE = ["data.train_files=a", "model.path=m"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from verl.config import load_config
-from verl.config.foreign import NO_MEANING, NOT_YET, no_meaning, not_yet
 from verl.config.keys import leaves
+from verl.config.translate import NO_MEANING, NOT_YET, no_meaning, not_yet
 from verl.errors import ConfigError
 
 BASE = ["data.train_files=[train.parquet]", "model.path=tiny"]

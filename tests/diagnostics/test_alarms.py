@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from faulty import build_letters, config_of, found, trained
 
-from verl.diagnostics.alarms import AlarmRaised
+from verl.diagnostics.doctor import AlarmRaised
 from verl.run_dir import RunDir
 from verl.tracking.runs import overview
 

@@ -17,13 +17,12 @@ from verl.diagnostics.doctor import examine
 from verl.diagnostics.evidence import Evidence
 from verl.errors import VerlError
 from verl.run_dir import EventRecord, RunDir
-from verl.tracking import report_health, report_samples
-from verl.tracking.report import report_data, write_report
-from verl.tracking.report_config import settings
-from verl.tracking.report_curves import MAX_POINTS, curves
+from verl.tracking import facts, report_samples
+from verl.tracking.facts import settings
+from verl.tracking.names import read_metrics, summarize
+from verl.tracking.report import MAX_POINTS, curves, report_data, write_report
 from verl.tracking.report_samples import shown_samples
 from verl.tracking.samples import TOKENS, SampleRow, SampleWriter
-from verl.tracking.summary import read_metrics, summarize
 
 
 def embedded(page: str, name: str = "data") -> Any:
@@ -205,15 +204,12 @@ START = event("started", 0, "run", "step 0 of 40")
     ],
 )
 def test_status_is_that_of_the_last_life(events: list[EventRecord], status: str) -> None:
-    assert report_health.status(events, 40) == status
+    assert facts.status(events, 40) == status
 
 
 def test_planned_steps_are_those_of_the_last_start() -> None:
-    assert (
-        report_health.planned_steps([START, event("resumed", 4, "run", "step 4 of 50"), event("odd", 1, "", "of 9")])
-        == 50
-    )
-    assert report_health.planned_steps([event("started", 0, "run", "x")]) is None
+    assert facts.planned_steps([START, event("resumed", 4, "run", "step 4 of 50"), event("odd", 1, "", "of 9")]) == 50
+    assert facts.planned_steps([event("started", 0, "run", "x")]) is None
 
 
 def test_warnings_name_counts_steps_and_subjects() -> None:
@@ -239,7 +235,7 @@ def test_warnings_name_counts_steps_and_subjects() -> None:
     ]
     assert skipped_updates(lines) == ["Optimizer steps of the actor skipped, the gradient was not finite: 1 (step 12)"]
     assert skipped_updates([{"step": 1, "train/skipped_steps": 1.0}])
-    marks = {(mark["step"], mark["kind"]): mark["text"] for mark in report_health.marks(events)}
+    marks = {(mark["step"], mark["kind"]): mark["text"] for mark in facts.marks(events)}
     assert marks[7, "trouble"] == "worker died: rollout 1" and (12, "trouble") in marks
     assert examine(Evidence(steps=[{"step": 1, "reward/failed": 0.0}], events=[START, event("finished", 1)])) == []
 

@@ -18,8 +18,8 @@ import verl
 from verl import Trainer, load_config
 from verl.errors import CheckpointError, ConfigError, EngineError, RewardError, VerlError
 from verl.run_dir import RunDir
+from verl.tracking.names import summarize
 from verl.tracking.runs import overview
-from verl.tracking.summary import summarize
 from verl.trainer import api
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 
 from verl import Trainer, load_config
 from verl.run_dir import RunDir
-from verl.tracking.summary import read_metrics
+from verl.tracking.names import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

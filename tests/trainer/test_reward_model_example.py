@@ -8,7 +8,7 @@ import pytest
 
 from verl.cli import main
 from verl.run_dir import RunDir
-from verl.tracking.summary import read_metrics
+from verl.tracking.names import read_metrics
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reward_model"
 

@@ -14,7 +14,7 @@ from stage_cases import tiny_config
 from verl.config import RewardModelTrainingConfig, load_config, load_supervised
 from verl.errors import ConfigError, ModelError
 from verl.run_dir import RunDir
-from verl.tracking.summary import read_metrics
+from verl.tracking.names import read_metrics
 from verl.trainer.run import train
 from verl.trainer.supervised import train_supervised
 

@@ -23,9 +23,9 @@ from verl.errors import CheckpointError, ConfigError
 from verl.models.loading import load_tokenizer
 from verl.models.tiny import EOS_ID
 from verl.run_dir import RunDir
-from verl.tracking.report_config import read_config
-from verl.tracking.report_config import settings as shown_settings
-from verl.tracking.summary import read_metrics
+from verl.tracking.facts import read_config
+from verl.tracking.facts import settings as shown_settings
+from verl.tracking.names import read_metrics
 from verl.trainer import supervised
 from verl.trainer.run import train
 from verl.trainer.supervised import train_supervised

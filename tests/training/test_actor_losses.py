@@ -15,7 +15,7 @@ from verl.algorithms.loss_inputs import PolicyLoss
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.policy_loss import POLICY_LOSSES
 from verl.config import ActorConfig
-from verl.config.schema_losses import PolicyLossConfig, RolloutCorrectionConfig
+from verl.config.schema_roles import PolicyLossConfig, RolloutCorrectionConfig
 from verl.models.packed import PackedBatch
 from verl.models.policy import PolicyModel
 from verl.models.tiny import build_tiny

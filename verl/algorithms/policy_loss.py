@@ -30,8 +30,7 @@ from verl.algorithms.loss_inputs import (
 from verl.algorithms.masking import select
 from verl.algorithms.metric import mean_metric
 from verl.algorithms.sequence_losses import geo_mean, gspo
-from verl.config.schema_losses import PolicyLossConfig
-from verl.config.schema_roles import ActorConfig
+from verl.config.schema_roles import ActorConfig, PolicyLossConfig
 from verl.errors import ConfigError
 from verl.user_code import load_user_function
 

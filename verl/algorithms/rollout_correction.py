@@ -27,7 +27,7 @@ from torch import Tensor
 from verl.algorithms.loss_inputs import guarded
 from verl.algorithms.masking import masked_mean, masked_sum, select
 from verl.algorithms.metric import Metric, effective_sample_size_metrics, mean_metric, spread_metrics
-from verl.config.schema_losses import RolloutCorrectionConfig
+from verl.config.schema_roles import RolloutCorrectionConfig
 
 
 @torch.no_grad()

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl.config.schema_losses import ScheduleConfig
-from verl.config.schema_roles import ActorConfig, OptimConfig
+from verl.config.schema_roles import ActorConfig, OptimConfig, ScheduleConfig
 from verl.config.schema_run import KlControlConfig
 from verl.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The command line's parser: argparse with errors in our style, types of arguments, and what every command takes."""
+"""The command line's parser: argparse with errors in our style, types of arguments, and what every command tells."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import inspect
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +18,7 @@ from verl.json_lines import json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 Commands = argparse._SubParsersAction  # what ``add_subparsers`` returns
 
@@ -234,3 +237,38 @@ def number(least: float = -inf, most: float = inf, above: bool = False) -> Calla
 
 
 above_zero = number(0, above=True)
+
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+@contextmanager
+def progress(total: int, what: str, plain: bool = False) -> Iterator[Callable[[int], None]]:
+    """Gives a function that is told how many of ``total`` are done. No terminal, or ``plain``: lines, and none at all
+    for what takes less than half a minute."""
+    if plain or not sys.stderr.isatty():
+        yield _lines(total, what)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _lines(total: int, what: str) -> Callable[[int], None]:
+    from verl.tracking.console import duration
+
+    start = last = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES and done < total:
+            last = now
+            left = (now - start) / done * (total - done)
+            print(f"{what}: {done} of {total}, {duration(left)} left", file=sys.stderr, flush=True)
+
+    return tell

@@ -71,7 +71,7 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _values(action: argparse.Action) -> Iterator[tuple[str, str]]:
-    from verl.config.overlays import presets
+    from verl.config.settings import presets
 
     if action.dest == "preset":
         yield from presets().items()

@@ -1,4 +1,4 @@
-"""``verl config``: a configuration looked at before anything runs, and every key explained."""
+"""``verl config`` and ``verl metrics``: a configuration before anything runs; every key and every metric explained."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, command, group, print_json, tell, terminal, write_page
+from verl.json_lines import json_line
 
 if TYPE_CHECKING:
     from verl.config import LoadedConfig
@@ -35,6 +36,14 @@ def add(commands: Commands) -> None:
     reference = command(config, "reference", _reference)
     reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
 
+    metrics = group(commands, "metrics", "what the metrics of a run mean")
+    meaning = command(metrics, "explain", _explain_metrics)
+    meaning.add_argument("name", nargs="+", metavar="NAME", help="as in metrics.jsonl")
+    meaning.add_argument("--json", action="store_true", help="as JSON")
+    table = command(metrics, "reference", _metrics_reference)
+    table.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    table.add_argument("--json", action="store_true", help="in place of the page, as JSON")
+
 
 def _show(arguments: argparse.Namespace) -> None:
     """The resolved configuration with the origin of every value.
@@ -48,7 +57,7 @@ def _show(arguments: argparse.Namespace) -> None:
     """
     from rich.text import Text
 
-    from verl.config.show import as_json, select, tree
+    from verl.config.explain import as_json, select, tree
 
     path, only, settings = _sorted(arguments.words)
     loaded = _named(path, settings, arguments.preset)
@@ -107,8 +116,8 @@ def _diff(arguments: argparse.Namespace) -> None:
     The exit code is 0 whether they differ or not.
     """
 
-    from verl.config.show import difference
-    from verl.config.text import one_line
+    from verl.config.explain import difference
+    from verl.config.keys import one_line
 
     one, other = _named(arguments.A), _named(arguments.B)
     found = difference(one.config, other.config)
@@ -131,7 +140,7 @@ def _diff(arguments: argparse.Namespace) -> None:
 
 def _names_nothing(word: str) -> bool:
     """Whether a word is neither a preset nor anything that looks like a path."""
-    from verl.config.overlays import presets
+    from verl.config.settings import presets
 
     return (
         word not in presets()
@@ -145,7 +154,7 @@ def _named(name: str | None, settings: Sequence[str] = (), under: Sequence[str] 
     """The configuration that a preset, a file or a run's folder stands for."""
     from verl.config import load_config
     from verl.config.names import did_you_mean
-    from verl.config.overlays import presets
+    from verl.config.settings import presets
     from verl.errors import ConfigError
 
     if name is not None and _names_nothing(name):
@@ -164,3 +173,39 @@ def _reference(arguments: argparse.Namespace) -> None:
     from verl.config.reference import reference
 
     write_page(reference(), arguments.out)
+
+
+def _explain_metrics(arguments: argparse.Namespace) -> None:
+    """Meaning, formula, healthy range, what to do.
+
+    verl metrics explain actor/grad_norm
+    """
+    from verl.config.names import did_you_mean
+    from verl.errors import ConfigError
+    from verl.tracking.metric_table import names, row_of
+
+    found = []
+    for name in arguments.name:
+        row = row_of(name)
+        if row is None:
+            raise ConfigError("no such metric", name, f"{did_you_mean(name, names())}verl metrics reference lists all")
+        found.append(row._asdict() | {"name": name})
+    if arguments.json:
+        print_json(found)
+        return
+    for facts in found:
+        print(f"{facts['name']}\n  {facts['meaning']}")
+        for label in ("formula", "unit", "healthy", "otherwise"):
+            if facts[label]:
+                print(f"  {label + ':':<10} {facts[label]}")
+
+
+def _metrics_reference(arguments: argparse.Namespace) -> None:
+    """Every metric on one page, as Markdown.
+
+    verl metrics reference --out metrics.md
+    """
+    from verl.tracking.metric_table import PAGE, TABLE
+
+    tables = {title: [row._asdict() for row in rows] for title, rows in TABLE.items()}
+    write_page(json_line(tables) + "\n" if arguments.json else PAGE.read_text(encoding="utf-8"), arguments.out)

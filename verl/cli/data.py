@@ -145,7 +145,7 @@ def _data_preferences(arguments: argparse.Namespace) -> None:
     set_environment(available_cores())
 
     from verl.checkpoint.run_model import opened_model
-    from verl.cli.progress import progress
+    from verl.cli.arguments import progress
     from verl.data.files import expand_files
     from verl.data.output import check_writable, refuse_inputs, write_rows
     from verl.models.quiet import without_bars

@@ -22,10 +22,7 @@ from verl.errors import ConfigError, VerlError, meant
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
-MODULES = (
-    *("init", "train", "evaluate", "generate", "data", "reward", "models"),
-    *("runs", "metrics", "plan", "doctor", "replay", "config"),
-)
+MODULES = ("init", "train", "evaluate", "generate", "data", "reward", "runs", "plan", "doctor", "config")
 # What a person wants, and the commands for it, in the order of use.
 GROUPS = {
     "prepare": ("init", "presets", "data", "model", "reward", "config", "plan", "completion"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, command, positive, print_json, settings
-from verl.cli.sampling import add_sampling, sampling_choices
+from verl.cli.generate import add_sampling, sampling_choices
 from verl.errors import ConfigError, VerlError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from verl.checkpoint.run_model import opened_model
-    from verl.cli.progress import progress
+    from verl.cli.arguments import progress
     from verl.models.quiet import without_bars
     from verl.trainer.offline_evaluation import ModelEvaluation
     from verl.trainer.run_models import opened
@@ -137,7 +137,7 @@ def evaluation_config(arguments: argparse.Namespace, model: ModelSource | None) 
     """
     from verl.config import build_config, load_config
     from verl.config.schema_supervised import schema_of
-    from verl.tracking.report_config import read_config
+    from verl.tracking.facts import read_config
 
     extra, words = settings(arguments.words)
     if extra is not None:

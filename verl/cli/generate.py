@@ -1,16 +1,16 @@
-"""``verl generate``: a model answers prompts, given one by one or in a file."""
+"""``verl generate``: a model answers prompts, given one by one or in a file; and the options of all that sample."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from verl.cli.arguments import Commands, command, positive
-from verl.cli.sampling import add_sampling, sampling_choices
+from verl.cli.arguments import Commands, command, not_negative, number, positive
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _trained_on_text(name: str, run: RunDir | None, tokenizer: PreTrainedTokeniz
     from verl.config.schema_supervised import schema_of
     from verl.data.sources import open_source
     from verl.errors import VerlError
-    from verl.tracking.report_config import read_config
+    from verl.tracking.facts import read_config
 
     tree = read_config(run)[1] if run is not None else None
     if tree is None or schema_of(tree) is not None:
@@ -150,7 +150,7 @@ def _answer(
     file: TextIO,
 ) -> None:
     """Every response into the output; those of prompts on the command line to standard output as they are."""
-    from verl.cli.progress import progress
+    from verl.cli.arguments import progress
     from verl.json_lines import json_line
     from verl.rollout.offline import in_order, require_room
     from verl.rollout.text import response_text
@@ -194,3 +194,54 @@ def _out(file: str | None) -> Path | None:
         what = "--out names a folder" if path.is_dir() else "the folder of --out does not exist"
         raise DataError(what, path, "name a file in an existing folder")
     return path
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    def add(name: str, type: Any, default: Any, help: str, **more: Any) -> None:
+        parser.add_argument(name, type=type, default=default, help=help, **more)
+
+    add("-n", positive, 1, "responses a prompt (default 1)")
+    add("--temperature", number(0), None, "0 is greedy (default: 0 for one response a prompt, 1 for several)")
+    add("--top-p", number(0, 1, above=True), 1.0, "likeliest tokens up to this mass (default 1: all)")
+    add("--top-k", int, -1, "so many of the likeliest tokens (default -1: all)")
+    add("--min-p", number(), 0.0, "tokens at least this share as likely as the likeliest (default 0: all)")
+    add("--repetition-penalty", number(), 1.0, "above 1: against tokens that are there (default 1: off)")
+    add("--presence-penalty", number(), 0.0, "against tokens that the response has (default 0: off)")
+    add("--frequency-penalty", number(), 0.0, "the same, as often as it has them (default 0: off)")
+    add("--logit-bias", _biases, {}, 'added to logits by token id: {"11": -5}', metavar="JSON")
+    add("--min-new-tokens", not_negative, 0, "responses are not shorter (default 0)")
+    add("--seed", int, 1, "the same seed gives the same responses (default 1)")
+    add("--chat-template-kwargs", _json_object, {}, 'such as {"enable_thinking": false}', metavar="JSON")
+    add("--max-num-seqs", positive, None, "responses at once (default 64)")
+    add("--dtype", str, None, "default bfloat16, or the run's", choices=DTYPES)
+    code = "run code that comes with the model or its tokenizer"
+    parser.add_argument("--trust-remote-code", action="store_true", help=code)
+
+
+def sampling_choices(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of the options above, by the names that sampling parameters and ``rollout.val_kwargs`` share."""
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+    temperature = arguments.temperature
+    if temperature is None:
+        temperature = 0.0 if arguments.n == 1 else 1.0
+    return {"temperature": temperature} | {name: getattr(arguments, name) for name in (*names, "min_new_tokens")}
+
+
+def _biases(text: str) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in _json_object(text).items()}
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} does not give numbers by token id") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

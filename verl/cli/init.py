@@ -16,7 +16,7 @@ from verl.models.facts import ModelFacts, read_facts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.config.overrides import Setting
+    from verl.config.settings import Setting
     from verl.data.rows import PromptRow
 
 LOOKED_AT = 5000  # rows whose prompts are measured; more would only take time
@@ -48,7 +48,7 @@ def _init(arguments: argparse.Namespace) -> None:
 
     verl init --model smollm2-135m --data my.jsonl --preset grpo --out my.yaml
     """
-    from verl.config.overlays import read_preset
+    from verl.config.settings import read_preset
     from verl.data.rendering import UNTEMPLATED, untemplated
     from verl.models.loading import load_tokenizer
     from verl.run_dir import write_atomic
@@ -244,7 +244,7 @@ def fitted(entries: dict[str, Entry], machine: Machine, model: ModelFacts) -> tu
         ConfigError: the settings are wrong.
     """
     from verl.config import load_config
-    from verl.config.overrides import read_overrides
+    from verl.config.settings import read_overrides
 
     values = {key: value for key, (value, _) in entries.items()}
     config = load_config(values).config

@@ -52,7 +52,7 @@ def _test(arguments: argparse.Namespace) -> None:
     --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
     """
 
-    from verl.cli.progress import progress
+    from verl.cli.arguments import progress
     from verl.data.options import parse_options
     from verl.rewards.trial import read_tried, reward_config, try_reward, with_other_truths
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from verl.config.batches import BatchPlan, SamplingPlan
 from verl.config.load import LoadedConfig, build_config, dump_yaml, load_config, load_supervised
 from verl.config.names import did_you_mean, nearest
-from verl.config.plan import BatchPlan, SamplingPlan
 from verl.config.schema import Config
 from verl.config.schema_cluster import ClusterConfig
 from verl.config.schema_data import DataConfig, ModelConfig

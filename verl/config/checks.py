@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config import batches
 from verl.config.problems import Problem, raise_problems
-from verl.config.schema_losses import ScheduleConfig
+from verl.config.schema_roles import ScheduleConfig
 
 if TYPE_CHECKING:
     from verl.config.schema import Config

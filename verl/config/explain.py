@@ -1,20 +1,22 @@
-"""What a key means: ours, their other spellings, and verl's keys that are none here (``verl config explain``)."""
+"""Configurations in words: what a key means, where each value comes from, what differs between two."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, alias_sections, aliases_in, canonical
-from verl.config.fields import facts
-from verl.config.foreign import foreign_keys, foreign_sections, no_meaning, not_yet
-from verl.config.keys import free_dict_of, leaves, sections, using
+from verl.config.base import Section
+from verl.config.interpolate import escape
+from verl.config.keys import defaults, facts, free_dict_of, leaves, one_line, sections, using, visible
+from verl.config.load import LoadedConfig
 from verl.config.schema_supervised import COMMANDS
-from verl.config.text import one_line
-from verl.config.translate import unknown
+from verl.config.settings import OPEN
+from verl.config.translate import foreign_keys, foreign_sections, no_meaning, not_yet, unknown
 from verl.errors import ConfigError
+from verl.json_lines import json_value
 
 _WIDTH = 100
 
@@ -153,3 +155,70 @@ def _wrapped(text: str, first: str = "", later: str | None = None) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+_WIDEST = 56
+"""Columns that a line may take before its origin; longer lines push their origin aside."""
+
+
+def values_of(config: Section) -> dict[str, Any]:
+    """The value of every key, as JSON knows it, in the schema's order."""
+    tree, found = config.model_dump(mode="json"), {}
+    for key in leaves():
+        place = tree
+        for name in key.split("."):
+            place = place[name]
+        found[key] = place
+    return found
+
+
+def select(loaded: LoadedConfig, only: Sequence[str] = (), changed: bool = False) -> list[str]:
+    """Keys to be shown, in the schema's order.
+
+    Args:
+        only: keys and sections, in any spelling; empty for all.
+        changed: leave out what has its default value.
+    """
+    wanted, standard, values = [canonical(name) for name in only], json_value(defaults()), values_of(loaded.config)
+    return [
+        key
+        for key, value in values.items()
+        if (not wanted or any(key == name or key.startswith(name + ".") for name in wanted))
+        and not (changed and key in standard and standard[key] == value)
+    ]
+
+
+def tree(loaded: LoadedConfig, keys: Iterable[str], with_origins: bool = True) -> list[tuple[str, str]]:
+    """Lines of YAML, each with its origin as a comment (empty for sections, and where none is wanted)."""
+    values, opened, lines = values_of(loaded.config), set(), []
+    for key in keys:
+        *parents, name = key.split(".")
+        for depth, parent in enumerate(parents):
+            if (section := tuple(parents[: depth + 1])) not in opened:
+                opened.add(section)
+                lines.append(("  " * depth + parent + ":", ""))
+        missing = key in loaded.missing
+        origin = "required, not given" if missing else visible(str(loaded.origins[key]))
+        text = OPEN if missing else one_line(escape(values[key]))
+        lines.append(("  " * len(parents) + f"{name}: {text}", f"# {origin}" if with_origins else ""))
+    width = max((len(line) for line, origin in lines if origin and len(line) <= _WIDEST), default=0)
+    return [(f"{line:{width}}  " if origin else line, origin) for line, origin in lines]
+
+
+def as_json(loaded: LoadedConfig, keys: Iterable[str]) -> dict[str, Any]:
+    """``{key: {"value", "default", "origin": {"kind", "place", "written"}}}``; null where there is no value."""
+    values, standard = values_of(loaded.config), json_value(defaults())
+    return {
+        key: {
+            "value": None if key in loaded.missing else values[key],
+            "default": standard.get(key),
+            "origin": asdict(loaded.origins[key]),
+        }
+        for key in keys
+    }
+
+
+def difference(one: Section, other: Section) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, with both values."""
+    theirs = values_of(other)
+    return {key: (value, theirs[key]) for key, value in values_of(one).items() if value != theirs[key]}

@@ -15,8 +15,8 @@ from typing import Any
 from verl.config.aliases import canonical
 from verl.config.keys import defaults, free_dict_of, leaves
 from verl.config.names import nearest
-from verl.config.overrides import Setting
 from verl.config.problems import Problem, raise_problems
+from verl.config.settings import Setting
 from verl.errors import ConfigError
 
 _OPENING = re.compile(r"(?P<escape>\\*)\$\{(?:(?P<name>[^\W\d]\w*(?:\.\w+)*)\})?")

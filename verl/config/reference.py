@@ -8,12 +8,10 @@ from pathlib import Path
 
 from verl.config.aliases import ALIASES, GLOBAL_MICRO_BATCH, PREFIXES, VERL_DEFAULTS
 from verl.config.base import Section
-from verl.config.fields import Facts, facts
-from verl.config.foreign import NO_MEANING, NOT_YET
-from verl.config.keys import leaves, sections, using
-from verl.config.overlays import presets
+from verl.config.keys import Facts, facts, leaves, one_line, sections, using
 from verl.config.schema_supervised import COMMANDS, SftConfig
-from verl.config.text import one_line
+from verl.config.settings import presets
+from verl.config.translate import NO_MEANING, NOT_YET
 
 
 def reference() -> str:

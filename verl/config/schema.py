@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from verl.config import batches, checks, notices
 from verl.config.base import Section, part
-from verl.config.plan import BatchPlan, SamplingPlan
+from verl.config.batches import BatchPlan, SamplingPlan
 from verl.config.schema_cluster import TRAINED, ClusterConfig, ProfilerConfig
 from verl.config.schema_data import DataConfig, ModelConfig
 from verl.config.schema_reward import RewardConfig

@@ -14,8 +14,7 @@ from verl.config.aliases import OTHER_VALUES
 from verl.config.base import FieldProblem, Section, Takes, Unit, also, field, in_stage, part
 from verl.config.names import did_you_mean
 from verl.config.problems import Problem
-from verl.config.schema_losses import RolloutCorrectionConfig
-from verl.config.schema_roles import KlType
+from verl.config.schema_roles import KlType, RolloutCorrectionConfig
 from verl.config.units import Every, Number, Passes, Responses, Seconds, Seed, Share, Steps, StringList, Tokens, TopK
 
 WORKERS = in_stage("start: the workers")

@@ -1,22 +1,127 @@
-"""Telling our keys from verl's and from typing errors, and turning verl's values into ours."""
+"""Keys and values of verl's: those that have no meaning here, those that are not built, typing errors; values as ours.
+
+Keys without a meaning here are accepted and named once at start. Those that are not built are accepted at the values
+that ask for nothing, and refused at any other: dropping them silently would train something else than was asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 
-from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, OTHER_VALUES, alias_sections, canonical
-from verl.config.foreign import exact_names, folded, foreign_sections, is_harmless, no_meaning, not_yet
+from verl.config.aliases import GLOBAL_MICRO_BATCH, MISNOMERS, OTHER_VALUES, alias_sections, canonical, read_table
 from verl.config.interpolate import nested
 from verl.config.keys import free_dict_of, free_dicts, leaves, sections
 from verl.config.names import nearest
-from verl.config.overrides import OPEN, Setting
 from verl.config.problems import Problem, as_written, raise_problems
 from verl.config.schema import Config
+from verl.config.settings import OPEN, Setting
 from verl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NoMeaning:
+    """Keys that change nothing here (``*`` stands for anything), and why."""
+
+    reason: str
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A key that asks for something not built yet, unless it has one of the harmless values."""
+
+    pattern: str
+    harmless: list[object]
+    what: str
+    fix: str = "remove it"
+
+
+_TABLE = read_table("foreign.json")
+NO_MEANING = [NoMeaning(reason, tuple(patterns)) for reason, patterns in _TABLE["no_meaning"].items()]
+NOT_YET = [NotYet(pattern, **row) for pattern, row in _TABLE["not_yet"].items()]
+
+
+def _fits(key: str, pattern: str) -> bool:
+    # "x.*" also stands for x itself, given whole (x: {} or x: null).
+    return fnmatchcase(key, pattern) or (pattern.endswith(".*") and fnmatchcase(key, pattern[:-2]))
+
+
+def no_meaning(key: str) -> NoMeaning | None:
+    """The row of the first table that covers a key."""
+    return next((row for row in NO_MEANING if any(_fits(key, pattern) for pattern in row.patterns)), None)
+
+
+def not_yet(key: str) -> NotYet | None:
+    """The row of the second table that covers a key."""
+    return next((row for row in NOT_YET if _fits(key, row.pattern)), None)
+
+
+def is_harmless(row: NotYet, value: object) -> bool:
+    """Whether a value asks for nothing; words are compared without case, so that "False" and "null" count."""
+    words = {str(harmless).lower() for harmless in row.harmless} | ({"null"} if None in row.harmless else set())
+    return str(value).lower() in words
+
+
+def folded(keys: Iterable[str]) -> list[str]:
+    """Keys without meaning in few words: a family by its name and number, keys of one section in braces."""
+    families: dict[str, list[str]] = {}
+    for key in keys:
+        families.setdefault(_family(key), []).append(key)
+    alone: dict[str, list[str]] = {}
+    named = []
+    for family, members in families.items():
+        if family and len(members) > 1:
+            named.append(f"{family}.* ({len(members)} keys)")
+            continue
+        for key in members:
+            section, _, name = key.rpartition(".")
+            alone.setdefault(section, []).append(name)
+    return named + [
+        (f"{section}.{{{', '.join(names)}}}" if len(names) > 1 else f"{section}.{names[0]}").lstrip(".")
+        for section, names in alone.items()
+    ]
+
+
+def _family(key: str) -> str:
+    """The shortest name ``x`` with a row for ``x.*`` that ``key`` lies in, such as ``actor.megatron``; else empty."""
+    parts = key.split(".")
+    names = [".".join(parts[:end]) for end in range(1, len(parts))]
+    families = [pattern for pattern in _patterns() if pattern.endswith(".*")]
+    return next((name for name in names if any(fnmatchcase(name, pattern[:-2]) for pattern in families)), "")
+
+
+@cache
+def _patterns() -> tuple[str, ...]:
+    return (*(row.pattern for row in NOT_YET), *(pattern for row in NO_MEANING for pattern in row.patterns))
+
+
+@cache
+def exact_names() -> frozenset[str]:
+    """The keys of both tables that stand there in full."""
+    return frozenset(pattern for pattern in _patterns() if "*" not in pattern)
+
+
+def foreign_keys(section: str) -> list[tuple[str, str]]:
+    """The rows of both tables that lie in a section: pattern, and what is said about it."""
+    rows = [(row.pattern, f"not built: {row.what}") for row in NOT_YET]
+    rows += [(pattern, row.reason) for row in NO_MEANING for pattern in row.patterns]
+    return [(pattern, said) for pattern, said in rows if pattern.startswith(section + ".")]
+
+
+@cache
+def foreign_sections() -> frozenset[str]:
+    """Names that hold other keys only in these tables, such as ``algorithm.filter_groups``."""
+    found: set[str] = set()
+    for pattern in _patterns():
+        parts = pattern.split(".")
+        found.update(".".join(parts[:end]) for end in range(1, len(parts)))
+    return frozenset(name for name in found if "*" not in name)
 
 
 def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:

@@ -73,6 +73,3 @@ def leaked(evidence: Evidence) -> Iterator[Finding]:
             f"{found} of {total} prompts{where}",
             severity="error" if found > 0.5 * total else "warning",
         )
-
-
-CHECKS = (unusable, too_long, duplicates, leaked)

@@ -9,7 +9,7 @@ from verl.diagnostics.evidence import MAX_LISTED, Evidence, Finding, few, findin
 from verl.json_lines import json_line
 from verl.run_dir import EventRecord
 from verl.tracking import names
-from verl.tracking.report_health import LIFE, last_of_life, why_stopped, words
+from verl.tracking.facts import LIFE, last_of_life, why_stopped, words
 
 # Counters of a step that should be zero, by finding: what it means and what it usually comes from.
 _COUNTERS = {

@@ -118,6 +118,3 @@ def memory(evidence: Evidence) -> Iterator[Finding]:
 def versions(evidence: Evidence) -> Iterator[Finding]:
     if evidence.machine is not None and evidence.machine.wrong_versions:
         yield finding("versions", "; ".join(evidence.machine.wrong_versions))
-
-
-CHECKS = (threads, memory, versions)

@@ -1,40 +1,36 @@
-"""``verl doctor``: every check over all that is known of a run, before, during or after it."""
+"""``verl doctor``: every check over all that is known of a run; ``trainer.alarms``: a few of them after every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import isfunction, signature
 from typing import Any
 
 from verl.config import Config, build_config
 from verl.config.schema_supervised import schema_of
-from verl.diagnostics import checks_collapse, checks_data, checks_health, checks_machine, checks_reward, checks_update
+from verl.diagnostics import checks_data, checks_health, checks_machine, checks_reward, checks_update
 from verl.diagnostics.checks_machine import Machine
 from verl.diagnostics.evidence import SEVERITIES, Evidence, Finding
 from verl.errors import VerlError
 from verl.json_lines import read_jsonl
 from verl.run_dir import EventRecord, RunDir
-from verl.tracking.report_config import read_config
-from verl.tracking.report_health import last_of_life
+from verl.tracking.facts import last_of_life, read_config
+from verl.tracking.names import read_metrics, summarize
 from verl.tracking.runs import overview_of
 from verl.tracking.samples import SampleRow, read_samples
-from verl.tracking.summary import read_metrics, summarize
 
 Check = Callable[[Evidence], Iterator[Finding]]
 SAMPLED_STEPS = 6  # read from a run: the first two and the last ones
 
-CHECKS: tuple[Check, ...] = (
-    checks_health.stopped,
-    checks_health.died,
-    checks_health.counters,
-    checks_health.not_finite,
-    checks_health.trouble,
-    *checks_reward.CHECKS,
-    *checks_update.CHECKS,
-    *checks_collapse.CHECKS,
-    *checks_data.CHECKS,
-    *checks_machine.CHECKS,
-)
+# Every public function of these modules that takes evidence alone.
+CHECKS: list[Check] = [
+    check
+    for module in (checks_health, checks_reward, checks_update, checks_data, checks_machine)
+    for name, check in vars(module).items()
+    if name[0] != "_" and isfunction(check) and list(signature(check).parameters) == ["evidence"]
+]
 
 
 def examine(evidence: Evidence, checks: Sequence[Check] = CHECKS) -> list[Finding]:
@@ -99,7 +95,7 @@ def of_config(config: Config) -> Evidence:
     """
     from verl.data.dataset import PromptDataset
     from verl.data.inspection import inspect_files
-    from verl.diagnostics.reward_trial import try_known_answers
+    from verl.diagnostics.checks_reward import try_known_answers
     from verl.models.loading import load_tokenizer
 
     data = config.data
@@ -126,3 +122,61 @@ def of_config(config: Config) -> Evidence:
         trial=try_known_answers(config.reward, [rows[i] for i in range(len(rows))]),
         machine=Machine.here(config.run_dir),
     )
+
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (
+    checks_update.kl_exploded,
+    checks_update.entropy,
+    checks_update.length,
+    checks_update.gradient_exploded,
+    checks_reward.collapsed,
+)
+FIRST, LAST = 5, 200  # steps that are looked at: a run's first ones and the last ones
+
+
+class AlarmRaised(VerlError):
+    """A signal left its range, and ``trainer.alarms.action`` is to end the run."""
+
+    bad_input = False
+
+
+class Alarms:
+    """Looks at each step. A signal is told once in a run, also where the run is resumed: who goes on has read it."""
+
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._steps: list[dict[str, Any]] = read_metrics(run_dir)[0]
+        self._told = {event.subject for event in run_dir.read_events() if event.kind == "alarm"}
+
+    def heed(self, step: int, metrics: Mapping[str, float], save: Callable[[], None]) -> None:
+        """Note what is new in ``events.log``, and do what the configuration says.
+
+        Args:
+            save: writes a checkpoint of this step.
+
+        Raises:
+            AlarmRaised: the run is to end.
+        """
+        self._steps.append({"step": step, **metrics})
+        if len(self._steps) > FIRST + LAST:
+            del self._steps[FIRST]
+        found = examine(Evidence(config=self._config, steps=self._steps), SIGNALS)
+        found = [finding for finding in found if finding.name not in self._told]
+        for finding in found:
+            self._told.add(finding.name)
+            self._run_dir.log_event("alarm", finding.name, finding.text, step)
+            logger.warning("alarm at step %d: %s (told once; %s)", step, finding.text, finding.fix)
+        action = self._config.trainer.alarms.action
+        if not found or action == "warn":
+            return
+        if action == "pause":
+            save()
+        look = f"verl doctor {self._run_dir.path} and {self._run_dir.report} say more"
+        saved = f"the same command, with other settings if need be, goes on from the checkpoint of step {step}"
+        raise AlarmRaised(
+            f"trainer.alarms.action={action}: {found[0].what}",
+            found[0].evidence,
+            f"{saved if action == 'pause' else found[0].fix}; {look}",
+        )

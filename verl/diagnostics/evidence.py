@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.data.inspection import Inspection
     from verl.diagnostics.checks_machine import Machine
-    from verl.diagnostics.reward_trial import Trial
+    from verl.diagnostics.checks_reward import Trial
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")

@@ -24,8 +24,8 @@ from verl.rollout.dispatch import Dispatcher, Lost
 from verl.rollout.protocol import Request, Result, SamplingParams, Slot
 from verl.run_dir import RunDir
 from verl.tracking import names
+from verl.tracking.names import read_metrics
 from verl.tracking.samples import read_samples
-from verl.tracking.summary import read_metrics
 
 if TYPE_CHECKING:
     from verl.config import Config

@@ -45,7 +45,7 @@ class LiveTracker:
         total_steps: N of "step k/N".
         console: a terminal (see :func:`verl.tracking.region.wanted`).
         parts: which part of a step runs now, by ``clock``.
-        history: steps that the run already has, as :func:`verl.tracking.summary.read_metrics` gives them.
+        history: steps that the run already has, as :func:`verl.tracking.names.read_metrics` gives them.
         samples: at most how many samples to show: the best of a batch, then the worst.
         clock: seconds.
     """

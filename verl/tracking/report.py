@@ -4,7 +4,7 @@ The page holds its styles, scripts and data and asks for nothing else; a content
 output reaches it only as JSON inside data blocks (every ``<`` escaped) and is shown through text nodes, characters that
 hide or reorder text by their names.
 
-What keeps it small and quick: at most ``MAX_POINTS`` points a curve (see :mod:`verl.tracking.report_curves`), evenly
+What keeps it small and quick: at most ``MAX_POINTS`` points a curve (:func:`curves`), evenly
 chosen samples (:mod:`verl.tracking.report_samples`), the last ``MAX_EVENTS`` events. The page says what was left out.
 """
 
@@ -24,12 +24,11 @@ from typing import Any
 from verl.diagnostics import doctor
 from verl.errors import VerlError
 from verl.run_dir import RunDir, write_atomic
-from verl.tracking import names, report_health
+from verl.tracking import facts, names
+from verl.tracking.facts import get, read_config, settings
 from verl.tracking.metric_table import row_of
-from verl.tracking.report_config import get, read_config, settings
-from verl.tracking.report_curves import curves
-from verl.tracking.report_samples import ShownSamples, data_block, shown_samples
-from verl.tracking.summary import RunSummary, read_metrics, summarize, torn_note
+from verl.tracking.names import RunSummary, read_metrics, summarize, torn_note
+from verl.tracking.report_samples import ShownSamples, data_block, short, shown_samples
 from verl.tracking.timeline import picture, read_timeline
 
 MAX_EVENTS = 500
@@ -78,15 +77,15 @@ def report_data(run_dir: RunDir, samples: bool = True) -> tuple[dict[str, Any], 
     data = {
         "title": str(get(tree, "trainer.experiment_name") or run_dir.path.resolve().name),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "facts": _facts(tree, summary, steps, report_health.planned_steps(events)),
-        "status": report_health.status(events, summary.steps),
+        "facts": _facts(tree, summary, steps, facts.planned_steps(events)),
+        "status": facts.status(events, summary.steps),
         "summary": asdict(summary),
         "warnings": [finding.advice for finding in doctor.warnings(run_dir, steps, events)],
         "notes": _notes(torn, bucket, shown, len(events)),
         "curves": found,
         "about": {name: row.meaning for name in found["metrics"] if (row := row_of(name)) is not None},
         "timeline": picture(read_timeline(run_dir)),
-        "marks": report_health.marks(events),
+        "marks": facts.marks(events),
         "samples": {name: value for name, value in vars(shown).items() if name != "groups"},
         "settings": settings(tree) if tree is not None else [],
         "config_text": "" if tree is not None else config_text,
@@ -195,3 +194,58 @@ def render(data: dict[str, Any], sample_groups: Sequence[str]) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+MAX_POINTS = 1000
+
+
+def curves(steps: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    """``steps``, every metric's values aligned with them, and seconds by stage; and the steps folded into a point.
+
+    A run of more than ``MAX_POINTS`` steps is folded: means of neighbouring steps, the extremes of ``…/min`` and
+    ``…/max``.
+    """
+    bucket = max(1, -(-len(steps) // MAX_POINTS))
+    groups = [steps[i : i + bucket] for i in range(0, len(steps), bucket)]
+    lines = [group[0] if len(group) == 1 else _folded(group) for group in groups]
+    metric_names = sorted({name for line in lines for name in line if name not in ("step", "time")})
+    metrics = {name: [short(names.number(line, name)) for line in lines] for name in metric_names}
+    stages = _columns([_with_rest(line) for line in lines])
+    found = {
+        "steps": [line["step"] for line in lines],
+        "metrics": {name: values for name, values in metrics.items() if any(value is not None for value in values)},
+        "validation": _columns([names.validation_by_source(line) for line in lines]),
+        "stages": {stage: stages[stage] for stage in (*names.STAGES, "other") if stage in stages},
+    }
+    return found, bucket
+
+
+def _folded(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"step": group[-1]["step"]}
+    for name in {name for line in group for name in line if name != "step"}:
+        values = [value for line in group if (value := names.number(line, name)) is not None]
+        if not values:
+            merged[name] = None
+        elif name.endswith("/min"):
+            merged[name] = min(values)
+        elif name.endswith("/max"):
+            merged[name] = max(values)
+        else:
+            merged[name] = sum(values) / len(values)
+    return merged
+
+
+def _with_rest(line: dict[str, Any]) -> dict[str, float]:
+    """Seconds by stage plus what of ``timing_s/step`` none of them accounts for (validation may lie outside it)."""
+    stages = names.stage_seconds(line)
+    whole, timed = names.number(line, names.STEP_SECONDS), sum(stages.values())
+    if not stages or whole is None:
+        return stages
+    if timed > whole:
+        timed -= stages.get("validate", 0.0) + stages.get("save", 0.0)
+    return stages | ({"other": whole - timed} if whole > timed else {})
+
+
+def _columns(rows: Sequence[dict[str, float]]) -> dict[str, list[float | None]]:
+    order = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [short(row.get(name)) for row in rows] for name in order}

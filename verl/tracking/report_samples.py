@@ -14,7 +14,6 @@ from typing import Any
 
 from verl.json_lines import json_line
 from verl.run_dir import RunDir
-from verl.tracking.report_curves import short
 from verl.tracking.samples import SampleRow, pick_groups, read_samples, spread
 
 SAMPLE_BUDGET = 3_200_000  # bytes of all samples as they stand in the page
@@ -228,3 +227,8 @@ def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit * 3 // 4]}\n[… {len(text) - limit} characters left out …]\n{text[len(text) - limit // 4 :]}"
+
+
+def short(value: float | None) -> float | None:
+    """Six digits: more are not seen and cost room."""
+    return None if value is None else float(f"{value:.6g}")

@@ -13,11 +13,11 @@ from verl.config.names import did_you_mean
 from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, schema_of
 from verl.errors import VerlError
 from verl.run_dir import EventRecord, RunDir
-from verl.tracking import names, report_health
+from verl.tracking import facts, names
+from verl.tracking.facts import get, read_config
 from verl.tracking.live import best_and_worst
-from verl.tracking.report_config import get, read_config
+from verl.tracking.names import RunSummary, read_metrics, summarize, torn_note
 from verl.tracking.samples import SampleRow, read_samples
-from verl.tracking.summary import RunSummary, read_metrics, summarize, torn_note
 
 RUNS = Path("runs")
 STYLES = {"running": "bold cyan", "finished": "green", "stopped": "yellow", "crashed": "bold red"}
@@ -115,7 +115,7 @@ def overview_of(
         status=status,
         reason=reason,
         steps=summary.steps,
-        planned_steps=report_health.planned_steps(events),
+        planned_steps=facts.planned_steps(events),
         reward_last=summary.reward_last,
         val_first=summary.val_first,
         val_last=summary.val_last,
@@ -127,14 +127,14 @@ def overview_of(
 def _status(run_dir: RunDir, events: Sequence[EventRecord], has_metrics: bool) -> tuple[str, str]:
     if run_dir.is_locked():
         return "running", ""
-    last = report_health.last_of_life(events)
+    last = facts.last_of_life(events)
     if last is None:
         return ("unknown", "events.log says nothing about its end") if has_metrics else ("empty", "nothing was trained")
     if last.kind == "finished":
         return "finished", ""
     if last.kind == "stopped":
-        by_hand = str(last.detail) in report_health.BY_HAND
-        return "stopped" if by_hand else "crashed", report_health.why_stopped(last)
+        by_hand = str(last.detail) in facts.BY_HAND
+        return "stopped" if by_hand else "crashed", facts.why_stopped(last)
     host = run_dir.lock_holder().get("host")
     if host not in (None, socket.gethostname()):
         return "unknown", f"a copy of a run on {host}, which may go on there"

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from verl.errors import ConfigError
 from verl.json_lines import json_line, json_value
 from verl.run_dir import RunDir, write_atomic
-from verl.tracking.report_config import get, read_config
+from verl.tracking.facts import get, read_config
 from verl.tracking.samples import SampleRow, Split, spread
 
 MISSED = 1000  # steps kept for a service that does not answer; the oldest go first

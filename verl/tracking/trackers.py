@@ -26,9 +26,9 @@ from verl.run_dir import RunDir
 from verl.tracking import region
 from verl.tracking.console import ConsoleTracker
 from verl.tracking.live import LiveTracker, StageClock
+from verl.tracking.names import read_metrics
 from verl.tracking.samples import SampleRow, Split, spread
 from verl.tracking.services import SERVICES, require_service
-from verl.tracking.summary import read_metrics
 from verl.user_code import describe, load_user_function
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,13 @@ from verl.diagnostics import doctor
 from verl.diagnostics.evidence import Finding
 from verl.json_lines import parse_line
 from verl.run_dir import EventRecord, RunDir
-from verl.tracking import names, region, report_health
+from verl.tracking import facts, names, region
 from verl.tracking.console import ASCII_BLOCKS, BLOCKS, duration, figure, printable
 from verl.tracking.live import LABEL_WIDTH, ShownSample, best_and_worst, curve_lines, shares
+from verl.tracking.names import merged_steps, summarize
 from verl.tracking.region import Region
 from verl.tracking.runs import STYLES, RunOverview, overview_of
 from verl.tracking.samples import SampleRow, read_samples
-from verl.tracking.summary import merged_steps, summarize
 
 RECENT = 20  # steps that pace and shares are of
 WARNINGS, EVENTS = 4, 3
@@ -84,7 +84,7 @@ class Watcher:
             *_cost_lines(steps[-RECENT:]),
         ]
         lines += [_line("warning", warning.advice, "yellow") for warning in self._warnings[:WARNINGS]]
-        for event in [event for event in events if event.kind not in report_health.LIFE][-EVENTS:]:
+        for event in [event for event in events if event.kind not in facts.LIFE][-EVENTS:]:
             lines.append(_line("event", _event(event), "dim"))
         for sample in self._shown_samples():
             own = sample.lines(columns)

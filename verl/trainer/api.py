@@ -16,7 +16,7 @@ from verl.config import Config, LoadedConfig
 from verl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from verl.tracking.summary import RunSummary
+    from verl.tracking.names import RunSummary
 
 _DISPLAYS = ("auto", "plain", "quiet")
 
@@ -45,7 +45,7 @@ class RunResult:
         """Of a run folder, also one that another process wrote."""
         from verl.checkpoint.store import CheckpointStore
         from verl.run_dir import RunDir
-        from verl.tracking.summary import read_metrics, summarize
+        from verl.tracking.names import read_metrics, summarize
 
         run_dir = RunDir(folder)
         metrics = read_metrics(run_dir)[0]

@@ -6,9 +6,8 @@ from rich.console import Console
 
 from verl import user_code
 from verl.config import Config, SupervisedConfig, load_config, load_supervised
-from verl.config.keys import using
-from verl.config.show import difference
-from verl.config.text import one_line
+from verl.config.explain import difference
+from verl.config.keys import one_line, using
 from verl.errors import VerlError
 from verl.run_dir import RunDir
 

@@ -13,7 +13,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.dataset import PromptDataset
-from verl.diagnostics.alarms import Alarms
+from verl.diagnostics.doctor import Alarms
 from verl.json_lines import append_line, json_line
 from verl.models.memory import held_memory
 from verl.protocol import DataProto

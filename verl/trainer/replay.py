@@ -15,8 +15,8 @@ from verl.data.loader import PromptLoader
 from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
-from verl.tracking.report_health import planned_steps
-from verl.tracking.summary import read_metrics
+from verl.tracking.facts import planned_steps
+from verl.tracking.names import read_metrics
 from verl.trainer.batch_metrics import batch_metrics, staleness_metrics
 from verl.trainer.run_models import opened
 from verl.trainer.stages import process, update

@@ -16,11 +16,11 @@ from verl.cluster.start import EventLog, require_machine, start_workers
 from verl.config import Config, SupervisedConfig, dump_yaml
 from verl.config.names import nearest_path
 from verl.data.rendering import untemplated
-from verl.diagnostics.alarms import AlarmRaised
+from verl.diagnostics.doctor import AlarmRaised
 from verl.errors import CheckpointError, ConfigError, RewardError, VerlError, WorkerDiedError, meant
 from verl.run_dir import RunDir, write_atomic
+from verl.tracking.names import read_metrics, summarize
 from verl.tracking.report import write_report
-from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import TrackerContext, build_tracker
 from verl.trainer.changes import note_user_code, say_changed_settings
 from verl.trainer.inputs import Inputs, write_skipped

@@ -35,8 +35,8 @@ from verl.models.loading import (
 from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
+from verl.tracking.names import read_metrics, summarize
 from verl.tracking.report import write_report
-from verl.tracking.summary import read_metrics, summarize
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
 from verl.trainer.inputs import write_skipped
 from verl.trainer.interruption import held

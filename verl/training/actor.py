@@ -16,7 +16,7 @@ from verl.algorithms.metric import Metric, correlation_metrics, max_metric, mean
 from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import ActorConfig
-from verl.config.schema_losses import RolloutCorrectionConfig
+from verl.config.schema_roles import RolloutCorrectionConfig
 from verl.models.policy import PolicyModel, model_device
 from verl.protocol import DataProto
 from verl.training.micro_batches import Limits, MicroBatch

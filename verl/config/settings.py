@@ -1,16 +1,17 @@
-"""Reading the text of a configuration: the YAML file and the ``key=value`` words of the command line."""
+"""What the user gives, as settings: presets, YAML files and the ``key=value`` words of the command line."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from verl.config.aliases import canonical
 from verl.config.keys import free_dicts, holds_text
-from verl.config.names import nearest_path
+from verl.config.names import did_you_mean, nearest_path
 from verl.errors import ConfigError
 
 
@@ -183,3 +184,25 @@ def _value(key: str, text: str, word: str) -> Any:
         lambda conf: conf.from_dotlist([f"v={text}"]), f"the value of {key}", word, fix, "write a plain YAML value"
     )
     return tree["v"]
+
+
+_FOLDER = Path(__file__).with_name("presets")
+
+
+@cache
+def presets() -> dict[str, str]:
+    """What each preset is, in a line: its file's first comment."""
+    files = sorted(_FOLDER.glob("*.yaml"))
+    return {file.stem: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in files}
+
+
+def read_preset(name: str) -> list[Setting]:
+    """Settings of a preset.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in presets():
+        fix = f"{did_you_mean(name, presets())}presets: {', '.join(presets())}"
+        raise ConfigError("unknown preset", name, fix)
+    return read_text((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), Source("preset", name))
