@@ -25,10 +25,7 @@ Commands = argparse._SubParsersAction  # what ``add_subparsers`` returns
 
 class Parser(argparse.ArgumentParser):
     """Wrong use is a :class:`ConfigError` (what, value, fix) like every other error; nothing is printed here.
-
-    Args:
-        late_epilog: text behind the epilog that is made when help is asked for, not before.
-    """
+    ``late_epilog``: text behind the epilog that is made when help is asked for, not before."""
 
     def __init__(self, late_epilog: Callable[[], str] | None = None, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -40,11 +37,8 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def group_commands(self, commands: Commands, groups: Mapping[str, Sequence[str]]) -> None:
-        """Makes the help list the commands under titles, in the order given.
-
-        Raises:
-            ValueError: a command is in no group, or a group names none.
-        """
+        """Makes the help list the commands under titles, in the order given. Raises ValueError: a command is in no
+        group, or a group names none."""
         lines = {action.dest: action for action in commands._choices_actions}
         if sorted(lines) != sorted(name for names in groups.values() for name in names):
             raise ValueError(f"groups do not hold each command once: {', '.join(lines)}")
@@ -113,13 +107,8 @@ def common() -> argparse.ArgumentParser:
 def command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], **late: Any
 ) -> argparse.ArgumentParser:
-    """A command that does something.
-
-    Args:
-        run: does it. Its docstring is the help: what it does, then examples (lines that begin with ``verl``) and what
-            else there is to say.
-        late: ``late_epilog``, see :class:`Parser`.
-    """
+    """A command that does something. ``run``: does it. Its docstring is the help: what it does, then examples (lines
+    that begin with ``verl``) and what else there is to say. ``late``: ``late_epilog``, see :class:`Parser`."""
     about, _, more = (inspect.getdoc(run) or name).partition("\n\n")
     more = re.sub("^verl ", "  verl ", more, flags=re.MULTILINE)
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -184,11 +173,8 @@ def write_page(text: str, out: Path | None) -> None:
 
 
 def settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file among a command's words, if there is one, and the ``key=value`` settings.
-
-    Raises:
-        ConfigError: a word is blank, or more than one is neither.
-    """
+    """The configuration file among a command's words, if there is one, and the ``key=value`` settings. Raises
+    ConfigError: a word is blank, or more than one is neither."""
     if any(not word.strip() for word in words):
         fix = "a line of the script probably ends in a backslash and a space: remove the space"
         raise ConfigError("an argument is blank", None, fix)

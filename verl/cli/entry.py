@@ -81,10 +81,7 @@ def _run(words: list[str]) -> int:
 
 def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
     """The exit code of ``action``: its own, or that of the error or signal that ended it, told on standard error.
-
-    Args:
-        hint: what to do after an interruption.
-    """
+    ``hint``: what to do after an interruption."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_terminate)
     try:

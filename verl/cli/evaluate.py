@@ -109,11 +109,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _free_folder(arguments: argparse.Namespace) -> Path:
-    """Where to write; earlier results are never written over.
-
-    Raises:
-        ConfigError: --out holds results.
-    """
+    """Where to write; earlier results are never written over. Raises ConfigError: --out holds results."""
     if arguments.out is not None:
         folder = Path(arguments.out).expanduser()
         if (folder / "results.json").exists() or (folder.exists() and not folder.is_dir()):
@@ -130,11 +126,8 @@ def _free_folder(arguments: argparse.Namespace) -> Path:
 
 
 def evaluation_config(arguments: argparse.Namespace, model: ModelSource | None) -> Config:
-    """The whole configuration: the run's or the defaults, the settings over it, the options over them.
-
-    Raises:
-        ConfigError: any of it does not fit.
-    """
+    """The whole configuration: the run's or the defaults, the settings over it, the options over them. Raises
+    ConfigError: any of it does not fit."""
     from verl.config import build_config, load_config
     from verl.config.schema_supervised import schema_of
     from verl.tracking.facts import read_config

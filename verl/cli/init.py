@@ -81,36 +81,24 @@ def _refuse_to_overwrite(file: Path, force: bool) -> None:
         raise ConfigError("the file is there already", str(file), "choose another name with --out, or add --force")
 
 
-# --- looking at model, data and machine -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DataFacts:
-    """What was found in the training files.
-
-    Attributes:
-        rows: of all files; ``looked_at`` of them were read.
-        lengths: tokens of their prompts, sorted.
-        bad: reasons of rows that cannot be used.
-    """
+    """What was found in the training files."""
 
     prompt_key: str
     answer_key: str | None
-    rows: int
+    rows: int  # of all files; ``looked_at`` of them were read
     looked_at: list[PromptRow]
-    lengths: list[int]
-    bad: list[str]
+    lengths: list[int]  # tokens of their prompts, sorted
+    bad: list[str]  # reasons of rows that cannot be used
 
     def percentile(self, share: float) -> int:
         return self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))]
 
 
 def read_data(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> DataFacts:
-    """Find the columns, read the rows, measure the prompts.
-
-    Raises:
-        DataError: files or columns that are not there, or no row that can be used.
-    """
+    """Find the columns, read the rows, measure the prompts. Raises DataError: files or columns that are not there, or
+    no row that can be used."""
     from verl.config import DataConfig
     from verl.data.files import expand_files
     from verl.data.rendering import render as prompt_ids
@@ -143,9 +131,6 @@ def _column(columns: Sequence[str], usual: Sequence[str], what: str, option: str
     if found is None:
         raise DataError(f"no column of the data is known to hold {what}", ", ".join(columns), f"name it with {option}")
     return found
-
-
-# --- choosing -------------------------------------------------------------------------------------------------------
 
 
 def choose_reward(
@@ -239,10 +224,7 @@ def choose_prompts(rows: int, n: int, device: str) -> int:
 
 def fitted(entries: dict[str, Entry], machine: Machine, model: ModelFacts) -> tuple[dict[str, Entry], bool]:
     """The settings, where need be with those that ``verl plan`` advises; and whether the run then fits the machine.
-
-    Raises:
-        ConfigError: the settings are wrong.
-    """
+    Raises ConfigError: the settings are wrong."""
     from verl.config import load_config
     from verl.config.settings import read_overrides
 
@@ -280,9 +262,6 @@ def _positions(model: ModelFacts) -> str:
 def _machine_reason(machine: Machine) -> str:
     there = f"{machine.gpus} GPU" if machine.gpus else f"{machine.cores} cores, no GPU"
     return f"found: {there}, {machine.memory / GIB:.1f} GiB free"
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def render(entries: dict[str, Entry], title: str) -> str:

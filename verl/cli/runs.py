@@ -130,9 +130,6 @@ def _scale(arguments: argparse.Namespace) -> None:
     print(f"asked {run.path} for {wanted} rollout workers; its events.log tells when they come and go")
 
 
-# --- verl run list --------------------------------------------------------------------------------------------------
-
-
 def _list(arguments: argparse.Namespace) -> None:
     """All runs of a folder, the newest first.
 
@@ -186,9 +183,6 @@ def _cells(run: RunOverview) -> tuple[str, ...]:
 
 def _when(seconds: float | None) -> str:
     return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-# --- verl run show --------------------------------------------------------------------------------------------------
 
 
 def _show(arguments: argparse.Namespace) -> None:

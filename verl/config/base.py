@@ -11,12 +11,8 @@ from verl.config.names import did_you_mean
 
 
 class FieldProblem(ValueError):
-    """A value that a field cannot take; raised by validators and reported under the field's dotted name.
-
-    Args:
-        what: what is wrong with the value, to be read after the field's name.
-        fix: what to write instead.
-    """
+    """A value that a field cannot take; raised by validators and reported under the field's dotted name. ``what``: what
+    is wrong with the value, to be read after the field's name. ``fix``: what to write instead."""
 
     def __init__(self, what: str, fix: str) -> None:
         self.what, self.fix = what, fix
@@ -105,11 +101,8 @@ def in_stage(where: str) -> dict[str, Any]:
 
 
 def check_entries(value: dict[str, Any], schema: type[Section]) -> None:
-    """Entries that the user named, in a free mapping, against the section that each of them is.
-
-    Raises:
-        FieldProblem: about the first that is wrong.
-    """
+    """Entries that the user named, in a free mapping, against the section that each of them is. Raises FieldProblem:
+    about the first that is wrong."""
     for name, entry in value.items():
         try:
             schema.model_validate({} if entry is None else entry)

@@ -24,10 +24,8 @@ _WIDTH = 100
 def explain(word: str) -> str:
     """The answer to one key, section, alias or key of verl's, as lines.
 
-    A last part alone (``lr``) stands for every key that ends with it.
-
-    Raises:
-        ConfigError: nothing of that name, with the nearest there is.
+    A last part alone (``lr``) stands for every key that ends with it. Raises ConfigError: nothing of that name, with
+    the nearest there is.
     """
     spelled = word.partition("=")[0].strip().lstrip("+").rstrip(".")
     key = canonical(spelled)
@@ -173,12 +171,8 @@ def values_of(config: Section) -> dict[str, Any]:
 
 
 def select(loaded: LoadedConfig, only: Sequence[str] = (), changed: bool = False) -> list[str]:
-    """Keys to be shown, in the schema's order.
-
-    Args:
-        only: keys and sections, in any spelling; empty for all.
-        changed: leave out what has its default value.
-    """
+    """Keys to be shown, in the schema's order. ``only``: keys and sections, in any spelling; empty for all.
+    ``changed``: leave out what has its default value."""
     wanted, standard, values = [canonical(name) for name in only], json_value(defaults()), values_of(loaded.config)
     return [
         key

@@ -61,11 +61,8 @@ def _complaints(setting: Setting, known: set[str]) -> Iterator[Problem]:
 
 
 def resolve(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """The settings' values without interpolations, by canonical key.
-
-    Raises:
-        ConfigError: a reference names no key, is not of the form ``${section.key}``, or leads back to itself.
-    """
+    """The settings' values without interpolations, by canonical key. Raises ConfigError: a reference names no key, is
+    not of the form ``${section.key}``, or leads back to itself."""
     values = {key: setting.value for key, setting in settings.items()}
     open_keys = [key for key, value in values.items() if any("${" in text for text in _texts(value))]
     if not open_keys:

@@ -49,12 +49,8 @@ def overlay(lower: Mapping[str, Setting], upper: Mapping[str, Setting]) -> dict[
 
 
 def origins_of(settings: Iterable[Setting], values: Mapping[str, Any]) -> dict[str, Origin]:
-    """The origin of every key of the schema.
-
-    Args:
-        settings: what the user gave, lower layers first.
-        values: what it came to, by key.
-    """
+    """The origin of every key of the schema. ``settings``: what the user gave, lower layers first. ``values``: what it
+    came to, by key."""
     found = dict.fromkeys(leaves(), DEFAULT)
     for setting in settings:
         key = GLOBAL_MICRO_BATCH.get(setting.key, setting.key)
@@ -123,10 +119,7 @@ def load_supervised(
     overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> tuple[SupervisedT, list[str]]:
     """A configuration of ``verl sft`` or ``verl reward-model train`` and its notices; otherwise as :func:`load_config`.
-
-    Raises:
-        ConfigError: with everything that is wrong in one message.
-    """
+    Raises ConfigError: with everything that is wrong in one message."""
     with using(schema):
         config, notices, *_ = _load(schema, source, overrides, (), False)
     return config, notices
@@ -180,11 +173,8 @@ def _layers(
 
 
 def build_config(tree: Mapping[str, Any]) -> Config:
-    """A :class:`Config` from nested mappings under our own key names, such as ``{"rollout": {"n": 8}}``.
-
-    Raises:
-        ConfigError: with everything that is wrong in one message.
-    """
+    """A :class:`Config` from nested mappings under our own key names, such as ``{"rollout": {"n": 8}}``. Raises
+    ConfigError: with everything that is wrong in one message."""
     return _build(Config, tree, {})  # type: ignore[no-any-return]
 
 

@@ -38,11 +38,8 @@ _RULES = {
 
 
 def problems_of(error: ValidationError, places: Mapping[str, str]) -> list[Problem]:
-    """One problem for every field that pydantic complains about, in the schema's order.
-
-    Args:
-        places: where the value of a key stands, shown behind the value.
-    """
+    """One problem for every field that pydantic complains about, in the schema's order. ``places``: where the value of
+    a key stands, shown behind the value."""
     by_key: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         by_key.setdefault(_key(item["loc"]), []).append(item)

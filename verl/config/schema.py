@@ -159,14 +159,8 @@ class Config(Section):
         return cluster.pool(cluster.placement.pool_of(role)).device or self.trainer.device
 
     def actor_batch(self, ranks: int | None = None) -> BatchPlan:
-        """How the actor goes through a batch.
-
-        Args:
-            ranks: training ranks found at start; None: those of the role's pool, or 1 where that is unknown.
-
-        Raises:
-            ConfigError: the batch sizes do not divide over that many ranks.
-        """
+        """How the actor goes through a batch. ``ranks``: training ranks found at start; None: those of the role's pool,
+        or 1 where that is unknown. Raises ConfigError: the batch sizes do not divide over that many ranks."""
         return batches.plan(self, "actor", ranks)
 
     def critic_batch(self, ranks: int | None = None) -> BatchPlan:
@@ -192,11 +186,8 @@ class Config(Section):
         return SamplingPlan(**given | {"temperature": 0.0 if val.greedy else val.temperature})
 
     def total_training_steps(self, num_prompts: int) -> int:
-        """Training steps of the run over a training set of ``num_prompts`` prompts (after filtering).
-
-        Raises:
-            ConfigError: the training set does not fill one batch.
-        """
+        """Training steps of the run over a training set of ``num_prompts`` prompts (after filtering). Raises
+        ConfigError: the training set does not fill one batch."""
         batch = self.data.train_batch_size
         if num_prompts < (batch if self.data.drop_last else 1):
             raise ConfigError(

@@ -64,11 +64,8 @@ def flatten(spelled: str, value: Any, source: Source) -> list[Setting]:
 
 
 def read_file(path: str | Path) -> list[Setting]:
-    """Settings of a YAML file, or of the ``config.yaml`` in a run's folder.
-
-    Raises:
-        ConfigError: the file is missing (with the nearest there is), unreadable, not YAML, or not a mapping.
-    """
+    """Settings of a YAML file, or of the ``config.yaml`` in a run's folder. Raises ConfigError: the file is missing
+    (with the nearest there is), unreadable, not YAML, or not a mapping."""
     file = Path(path).expanduser()
     if (file / "config.yaml").is_file():
         file = path = file / "config.yaml"
@@ -91,14 +88,8 @@ def _existing_file(missing: Path) -> str:
 
 
 def read_text(text: str, source: Source) -> list[Setting]:
-    """Settings of YAML text.
-
-    Args:
-        source: what the text is; its ``lines`` are found here.
-
-    Raises:
-        ConfigError: not YAML, or not a mapping of keys to values.
-    """
+    """Settings of YAML text. ``source``: what the text is; its ``lines`` are found here. Raises ConfigError: not YAML,
+    or not a mapping of keys to values."""
     import yaml
 
     fix = "write plain YAML values, without tags"
@@ -120,11 +111,8 @@ def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _parsed(read: Callable[[Any], Any], subject: str, value: str | None, fix_yaml: str, fix_value: str) -> Any:
-    """What OmegaConf reads, its references not resolved; None for what is neither a mapping nor a list.
-
-    Raises:
-        ConfigError: about ``subject``, whatever YAML or OmegaConf complains about.
-    """
+    """What OmegaConf reads, its references not resolved; None for what is neither a mapping nor a list. Raises
+    ConfigError: about ``subject``, whatever YAML or OmegaConf complains about."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -153,10 +141,8 @@ def read_overrides(overrides: Sequence[str]) -> list[Setting]:
     """Settings of ``key=value`` words, in order.
 
     A key may begin with + or ++. The value is YAML in flow style ([a, b], {k: v}, null, 1e-6, "quoted"); for a key that
-    takes text, anything that does not begin with a bracket or quote is taken as it stands.
-
-    Raises:
-        ConfigError: there is no =, no key, or the value is not YAML.
+    takes text, anything that does not begin with a bracket or quote is taken as it stands. Raises ConfigError: there is
+    no =, no key, or the value is not YAML.
     """
     return [setting for word in overrides for setting in _read_override(word)]
 
@@ -197,11 +183,7 @@ def presets() -> dict[str, str]:
 
 
 def read_preset(name: str) -> list[Setting]:
-    """Settings of a preset.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Settings of a preset. Raises ConfigError: there is none of that name."""
     if name not in presets():
         fix = f"{did_you_mean(name, presets())}presets: {', '.join(presets())}"
         raise ConfigError("unknown preset", name, fix)

@@ -125,12 +125,9 @@ def foreign_sections() -> frozenset[str]:
 
 
 def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
-    """Our own settings, and a notice for every family of verl's keys that has no meaning here.
-
-    Raises:
-        ConfigError: unknown keys (each with the nearest that exists), sections given a value, required values left
-            open (???), and features that are not supported yet.
-    """
+    """Our own settings, and a notice for every family of verl's keys that has no meaning here. Raises ConfigError:
+    unknown keys (each with the nearest that exists), sections given a value, required values left open (???), and
+    features that are not supported yet."""
     own: dict[str, Setting] = {}
     ignored: dict[str, list[str]] = {}
     problems: dict[str, Problem] = {}
@@ -193,11 +190,8 @@ def _unknown(setting: Setting) -> Problem:
 def unknown(spelled: str, key: str) -> tuple[str, str]:
     """The part of the key that does not exist, as it was spelled, and what to do about it.
 
-    A misspelled section is named alone, so that all settings in it are one problem.
-
-    Args:
-        spelled: the key as the user wrote it.
-        key: its canonical name.
+    A misspelled section is named alone, so that all settings in it are one problem. ``spelled``: the key as the user
+    wrote it. ``key``: its canonical name.
     """
     if no_meaning(key) or not_yet(key):
         return spelled, f"it is a key of verl's: verl config explain {spelled} says more"
@@ -223,10 +217,7 @@ def unknown(spelled: str, key: str) -> tuple[str, str]:
 
 def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Values of verl's kept keys as ours: names of engines and loggers, and micro-batch sizes of all ranks together.
-
-    Raises:
-        ConfigError: a global micro-batch size does not divide over the ranks, or their number is not known.
-    """
+    Raises ConfigError: a global micro-batch size does not divide over the ranks, or their number is not known."""
     values = dict(values)
     notices = [*_renamed(values), *_loggers(values)]
     problems = []

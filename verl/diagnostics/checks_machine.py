@@ -16,12 +16,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """Of this moment; bytes unless said otherwise.
-
-    Attributes:
-        load: programs that wanted to run in the last minute.
-        wrong_versions: what is installed in another version than VeRL asks for, in words.
-    """
+    """Of this moment; bytes unless said otherwise. ``load``: programs that wanted to run in the last minute.
+    ``wrong_versions``: what is installed in another version than VeRL asks for, in words."""
 
     cores: int
     load: float

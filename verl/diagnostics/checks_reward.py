@@ -198,13 +198,8 @@ ROWS = 24
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of it.
-
-    Attributes:
-        means: by form, the mean score of the rows' own ground truths and of other rows'; None where none was scored.
-        slowest: seconds.
-        reason: of the first failure.
-    """
+    """What came of it. ``means``: by form, the mean score of the rows' own ground truths and of other rows'; None where
+    none was scored. ``slowest``: seconds. ``reason``: of the first failure."""
 
     means: dict[str, tuple[float | None, float | None]]
     tried: int
@@ -214,11 +209,8 @@ class Trial:
 
 
 def try_known_answers(config: RewardConfig, rows: Sequence[PromptRow]) -> Trial | None:
-    """None where nothing is known: fewer than two different ground truths, or a model that judges.
-
-    Raises:
-        RewardError: the reward cannot be loaded, or does not fit the rows.
-    """
+    """None where nothing is known: fewer than two different ground truths, or a model that judges. Raises RewardError:
+    the reward cannot be loaded, or does not fit the rows."""
     from verl.rewards.trial import Tried, try_reward
 
     rows = rows[:: max(1, len(rows) // ROWS)][:ROWS]

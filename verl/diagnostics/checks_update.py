@@ -13,9 +13,6 @@ UNEVEN = 1000.0  # times that one layer's gradient may be another's
 MISMATCH = 0.02  # mean |p / q - 1| of two probabilities of one token that should be the same
 
 
-# --- advantages -----------------------------------------------------------------------------------------------------
-
-
 def not_normalised(evidence: Evidence) -> Iterator[Finding]:
     """grpo: in each group the advantages have mean 0 and standard deviation 1; rloo: mean 0; gae: mean 0 by token."""
     algorithm = evidence.config.algorithm if evidence.config else None
@@ -40,9 +37,6 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
     largest = evidence.series("critic/advantages/max")
     if largest and median(largest.values()) > 20:
         yield finding("advantages_large", f"largest: {course(largest)}")
-
-
-# --- KL -------------------------------------------------------------------------------------------------------------
 
 
 def reference_is_base(evidence: Evidence) -> Iterator[Finding]:
@@ -104,9 +98,6 @@ def kl_dominates(evidence: Evidence) -> Iterator[Finding]:
             if penalised
             else f"coefficient x KL: {coefficient * max(loss.values()):.3g}, advantages are about 1",
         )
-
-
-# --- updates --------------------------------------------------------------------------------------------------------
 
 
 def learning_rate(evidence: Evidence) -> Iterator[Finding]:

@@ -88,10 +88,8 @@ def _samples_of(run_dir: RunDir) -> dict[int, list[SampleRow]]:
 def of_config(config: Config) -> Evidence:
     """What can be known before a run: data files, the reward on known answers, the machine.
 
-    ``config`` names models by folders or hub ids that can be loaded. Takes one or two passes over the data.
-
-    Raises:
-        VerlError: data, tokenizer or reward cannot be loaded, as ``verl train`` would say.
+    ``config`` names models by folders or hub ids that can be loaded. Takes one or two passes over the data. Raises
+    VerlError: data, tokenizer or reward cannot be loaded, as ``verl train`` would say.
     """
     from verl.data.dataset import PromptDataset
     from verl.data.inspection import inspect_files
@@ -151,14 +149,8 @@ class Alarms:
         self._told = {event.subject for event in run_dir.read_events() if event.kind == "alarm"}
 
     def heed(self, step: int, metrics: Mapping[str, float], save: Callable[[], None]) -> None:
-        """Note what is new in ``events.log``, and do what the configuration says.
-
-        Args:
-            save: writes a checkpoint of this step.
-
-        Raises:
-            AlarmRaised: the run is to end.
-        """
+        """Note what is new in ``events.log``, and do what the configuration says. ``save``: writes a checkpoint of this
+        step. Raises AlarmRaised: the run is to end."""
         self._steps.append({"step": step, **metrics})
         if len(self._steps) > FIRST + LAST:
             del self._steps[FIRST]

@@ -26,23 +26,14 @@ MAX_LISTED = 5  # steps or subjects named in one finding
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is, or may be, wrong with a run.
+    """Something that is, or may be, wrong with a run."""
 
-    Attributes:
-        name: of the kind of trouble, for programs.
-        severity: error: not what was meant is learnt, or nothing; warning: likely trouble; note: worth a look.
-        what: one sentence without a full stop.
-        evidence: figures.
-        cause: what it usually comes from.
-        fix: what to do.
-    """
-
-    name: str
-    severity: Severity
-    what: str
-    evidence: str = ""
-    cause: str = ""
-    fix: str = ""
+    name: str  # of the kind of trouble, for programs
+    severity: Severity  # error: not what was meant is learnt, or nothing; warning: likely trouble; note: worth a look
+    what: str  # one sentence without a full stop
+    evidence: str = ""  # figures
+    cause: str = ""  # what it usually comes from
+    fix: str = ""  # what to do
 
     @property
     def text(self) -> str:

@@ -64,19 +64,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Pack:
-    """What one forward holds.
+    """What one forward holds."""
 
-    Attributes:
-        rows: responses.
-        tokens: packed.
-        scores: sum over segments of padded queries x keys: of one head.
-        keys: sum over segments of padded keys, those of the prompt with each of its responses.
-    """
-
-    rows: int
-    tokens: int
-    scores: int
-    keys: int
+    rows: int  # responses
+    tokens: int  # packed
+    scores: int  # sum over segments of padded queries x keys: of one head
+    keys: int  # sum over segments of padded keys, those of the prompt with each of its responses
 
 
 def pack(rows: int, n: int, lengths: Lengths, shared: bool) -> Pack:
@@ -130,19 +123,13 @@ def activations(model: ModelFacts, part: Pack, b: int, checkpointing: bool) -> i
 
 @dataclass(frozen=True)
 class Process:
-    """Memory of one process, in bytes.
-
-    Attributes:
-        count: of processes like it.
-        held: by part, all the time.
-        stages: by stage, the most that it needs beside; stages take turns.
-    """
+    """Memory of one process, in bytes."""
 
     name: str
-    count: int
+    count: int  # of processes like it
     device: str
-    held: dict[str, int]
-    stages: dict[str, dict[str, int]]
+    held: dict[str, int]  # by part, all the time
+    stages: dict[str, dict[str, int]]  # by stage, the most that it needs beside; stages take turns
 
     @property
     def peak_stage(self) -> str:
@@ -156,12 +143,8 @@ class Process:
 def processes(
     config: Config, plan: Plan, model: ModelFacts, critic: ModelFacts | None, lengths: Lengths, memory: int
 ) -> list[Process]:
-    """Of every process that holds a model.
-
-    Args:
-        plan: of the processes.
-        lengths: of prompts and responses.
-        memory: bytes that one process may have; the cache of keys and values takes no more than half of what is left.
+    """Of every process that holds a model. ``plan``: of the processes. ``lengths``: of prompts and responses.
+    ``memory``: bytes that one process may have; the cache of keys and values takes no more than half of what is left.
     """
     found = [
         _group(config, group, model, critic, lengths, memory) for group in plan.groups if group.roles != {"reward"}
@@ -343,10 +326,7 @@ def to_fit(
     lengths: Lengths,
 ) -> tuple[list[str], bool]:
     """The settings with which a run fits a machine: none, or those that cost least; else the smallest, and False.
-
-    Args:
-        build: gives the configuration with further settings.
-    """
+    ``build``: gives the configuration with further settings."""
 
     def fits(config: Config) -> bool:
         return needed(planned(config, machine, model, critic, lengths)[1]) <= (1 - SPARE) * machine.memory

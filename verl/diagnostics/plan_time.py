@@ -22,17 +22,11 @@ LAYERS, PACKED, LONGEST, TIMES = (1, 3), 256, 256, 3
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one process.
+    """Of one process."""
 
-    Attributes:
-        flops: a second, of training, attained.
-        decode_step: seconds of one token of so many responses.
-        source: in words.
-    """
-
-    flops: float
-    decode_step: Callable[[int], float]
-    source: str
+    flops: float  # a second, of training, attained
+    decode_step: Callable[[int], float]  # seconds of one token of so many responses
+    source: str  # in words
 
 
 @dataclass(frozen=True)

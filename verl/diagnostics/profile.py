@@ -49,11 +49,8 @@ class Profile:
 
 
 def profile_run(run_dir: RunDir) -> Profile:
-    """Reads the run's timeline and profiles, and writes the trace of all processes; works on a running run.
-
-    Raises:
-        VerlError: the run has no timeline yet.
-    """
+    """Reads the run's timeline and profiles, and writes the trace of all processes; works on a running run. Raises
+    VerlError: the run has no timeline yet."""
     lines = read_timeline(run_dir)
     if not lines:
         raise VerlError("no step of this run has a timeline", str(run_dir.timeline), "let it train a step first")

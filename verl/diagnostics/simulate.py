@@ -116,26 +116,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Setting:
-    """A run on paper.
-
-    Attributes:
-        workers: rollout workers, with so many ``places`` each.
-        token: seconds of one token of a response.
-        training: seconds of a step beside sampling.
-        length: tokens of a response.
-        longest: most of them.
-        updates: optimizer steps of a step.
-    """
+    """A run on paper."""
 
     prompts: int
     n: int
-    workers: int
+    workers: int  # rollout workers, with so many ``places`` each
     places: int
-    token: float
-    training: float
-    length: Length
-    longest: int
-    updates: int = 1
+    token: float  # seconds of one token of a response
+    training: float  # seconds of a step beside sampling
+    length: Length  # tokens of a response
+    longest: int  # most of them
+    updates: int = 1  # optimizer steps of a step
 
     def sampling(self) -> Sampling:
         return Sampling(self.workers, self.places, self.token, self.length)
@@ -245,9 +236,6 @@ def _stream(setting: Setting, sampling: Sampling, steps: int, staleness: int, un
     return ends, trained
 
 
-# --- where lengths and seconds come from ----------------------------------------------------------------------------
-
-
 def drawn_from(lengths: Sequence[int]) -> Length:
     """Each slot one of these, by its name."""
     return cache(lambda slot: lengths[random.Random(str(slot)).randrange(len(lengths))])
@@ -274,13 +262,8 @@ def measure(run_dir: RunDir, config: Config) -> Measured:
     """From samples and timings of a run, the first step left out where there are others.
 
     A token's seconds are those with which the simulation of a step's lengths on the run's workers takes as long as its
-    rollout did.
-
-    Args:
-        config: of that run.
-
-    Raises:
-        VerlError: the run has no steps with samples and their times (``async`` has none).
+    rollout did. ``config``: of that run. Raises VerlError: the run has no steps with samples and their times (``async``
+    has none).
     """
     lines = {line["step"]: line for line in read_metrics(run_dir)[0]}
     lengths: dict[int, list[int]] = {}

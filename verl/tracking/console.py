@@ -17,8 +17,6 @@ from verl.json_lines import clean_text
 from verl.tracking import names
 from verl.tracking.samples import SampleRow, Split, spread
 
-# --- text that is safe to print -------------------------------------------------------------------------------------
-
 # Whole terminal sequences (CSI, OSC and other strings up to their end, two-byte ones), so that no rest of them shows.
 _TERMINAL_SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
@@ -59,8 +57,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
@@ -93,12 +89,8 @@ def figure(value: float | None) -> str:
 
 
 class TimeLeft:
-    """Guesses how long the remaining steps take, from how long the last ones took.
-
-    Args:
-        total_steps: of the whole run.
-        clock: seconds.
-    """
+    """Guesses how long the remaining steps take, from how long the last ones took. ``total_steps``: of the whole run.
+    ``clock``: seconds."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
         self._total, self._clock = total_steps, clock
@@ -119,8 +111,6 @@ class TimeLeft:
             return None
         return max(0, self._total - step) * sum(self._durations) / len(self._durations)
 
-
-# --- one line a step ------------------------------------------------------------------------------------------------
 
 _WIDTHS = {"reward": 8, "val": 8, "length": 7, "KL": 9, "entropy": 8, "grad": 8}
 _SUPERVISED_WIDTHS = {"loss": 8, "accuracy": 8, "val": 8, "length": 7, "grad": 8, "update": 7}
@@ -219,9 +209,6 @@ class ConsoleTracker:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else duration(value)
-
-
-# --- samples --------------------------------------------------------------------------------------------------------
 
 
 def print_samples(console: Console, rows: Sequence[SampleRow], k: int = 3, limit: int = 400) -> None:

@@ -40,10 +40,7 @@ _ALGORITHMS = {"gae": "PPO", "grpo": "GRPO"}
 
 def write_report(run: RunDir | Path | str, path: Path | None = None) -> Path:
     """Writes the run's ``report.html`` (or ``path``) from its other files and returns it; works on a running run.
-
-    Raises:
-        VerlError: the folder is not a run's, or the page cannot be written.
-    """
+    Raises VerlError: the folder is not a run's, or the page cannot be written."""
     run_dir = require_run(run if isinstance(run, RunDir) else RunDir(run))
     path = path or run_dir.report
     write_atomic(path, render(*report_data(run_dir)))
@@ -63,10 +60,7 @@ def require_run(run_dir: RunDir) -> RunDir:
 
 def report_data(run_dir: RunDir, samples: bool = True) -> tuple[dict[str, Any], list[str]]:
     """Everything the page shows, as its scripts read it: the data block, and the samples' groups as JSON texts.
-
-    Args:
-        samples: look for any.
-    """
+    ``samples``: look for any."""
     steps, torn = read_metrics(run_dir)
     events = run_dir.read_events()
     summary = summarize(steps)
@@ -96,10 +90,7 @@ def report_data(run_dir: RunDir, samples: bool = True) -> tuple[dict[str, Any], 
 
 def write_comparison(runs: Sequence[RunDir], path: Path) -> Path:
     """Writes a page that lays several runs over each other: curves, figures, and where their configurations differ.
-
-    Raises:
-        VerlError: a folder is not a run's, or the page cannot be written.
-    """
+    Raises VerlError: a folder is not a run's, or the page cannot be written."""
     write_atomic(path, render(comparison_data(runs), []))
     return path
 

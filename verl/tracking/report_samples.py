@@ -93,9 +93,6 @@ def shown_samples(run_dir: RunDir, validated: set[int]) -> ShownSamples:
     )
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------------
-
-
 def _readable(run_dir: RunDir, available: Sequence[int], validated: set[int]) -> tuple[list[int], int]:
     """The steps whose files are read, at most ``MAX_STEPS``, fewer where they are large; and their bytes."""
     limit = MAX_STEPS
@@ -166,9 +163,6 @@ def _few(groups: list[_Group], limit: int) -> list[_Group]:
     """Evenly spread groups with at most ``limit`` rows together, at least one."""
     largest = max((len(group.rows) for group in groups), default=1)
     return [groups[i] for i in spread(len(groups), max(1, limit // largest))]
-
-
-# --- what a sample says -----------------------------------------------------------------------------------------------
 
 
 def _groups(file: _File, text: int) -> list[list[_Group]]:

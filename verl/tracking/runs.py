@@ -25,9 +25,6 @@ SHOWN_NAMES = 8
 SHOWN_EVENTS = 10
 
 
-# --- finding --------------------------------------------------------------------------------------------------------
-
-
 def is_run(path: Path) -> bool:
     """Whether a folder holds anything that only a run leaves; what it holds may be damaged."""
     run = RunDir(path)
@@ -36,11 +33,8 @@ def is_run(path: Path) -> bool:
 
 
 def find_run(name: str, root: Path = RUNS) -> RunDir:
-    """The run of a name under ``root``, or the one at a path; a path inside a run's folder means that run.
-
-    Raises:
-        VerlError: there is none; the nearest name is given.
-    """
+    """The run of a name under ``root``, or the one at a path; a path inside a run's folder means that run. Raises
+    VerlError: there is none; the nearest name is given."""
     path = Path(name)
     for place in (path, root / path):
         for folder in (place, *place.parents[:2]):
@@ -58,11 +52,8 @@ def find_run(name: str, root: Path = RUNS) -> RunDir:
 
 
 def runs_under(root: Path) -> list[RunDir]:
-    """The runs in a folder and in the folders right below it; the folder itself where it is a run.
-
-    Raises:
-        VerlError: there is no such folder, or it cannot be read.
-    """
+    """The runs in a folder and in the folders right below it; the folder itself where it is a run. Raises VerlError:
+    there is no such folder, or it cannot be read."""
     if is_run(root):
         return [RunDir(root)]
     try:
@@ -73,9 +64,6 @@ def runs_under(root: Path) -> list[RunDir]:
             "no folder of runs there", f"{root} ({error.strerror})", "name the folder that holds your runs"
         ) from None
     return [RunDir(path) for path in [*folders, *nested] if is_run(path)]
-
-
-# --- how far it came ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,9 +127,6 @@ def _status(run_dir: RunDir, events: Sequence[EventRecord], has_metrics: bool) -
     if host not in (None, socket.gethostname()):
         return "unknown", f"a copy of a run on {host}, which may go on there"
     return "crashed", "it ended without a word: killed, or the machine went down"
-
-
-# --- everything about it --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,8 @@ class SampleRow:
 
 
 class SampleWriter:
-    """Writes the sample files of a run.
-
-    Args:
-        run_dir: the run.
-        max_rows: rows kept a step and split; beyond, whole groups are kept, evenly spread over the batch.
-    """
+    """Writes the sample files of a run. ``run_dir``: the run. ``max_rows``: rows kept a step and split; beyond, whole
+    groups are kept, evenly spread over the batch."""
 
     def __init__(self, run_dir: RunDir, max_rows: int = 512) -> None:
         self._run_dir = run_dir

@@ -234,11 +234,8 @@ LOGGERS: dict[str, Callable[[TrackerContext], MetricTracker]] = {
 
 
 def _builder(name: str) -> Callable[[TrackerContext], MetricTracker]:
-    """How a tracker is built: one of ``LOGGERS``, or for ``file.py:Class`` the user's own class.
-
-    Raises:
-        ConfigError: there is none of that name, its package is missing, or its file cannot be imported.
-    """
+    """How a tracker is built: one of ``LOGGERS``, or for ``file.py:Class`` the user's own class. Raises ConfigError:
+    there is none of that name, its package is missing, or its file cannot be imported."""
     path, _, class_name = name.partition(":")
     if path.endswith(".py"):
         make, file = load_user_function(path, class_name, "tracker", "trainer.logger", ConfigError, is_class=True)
@@ -266,9 +263,6 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def build_tracker(names: Sequence[str], context: TrackerContext) -> Tracker:
-    """The trackers of a run: jsonl first, then ``names`` (``trainer.logger``) in their order.
-
-    Raises:
-        ConfigError: as :func:`check_loggers`, or a class of the user's own cannot be made.
-    """
+    """The trackers of a run: jsonl first, then ``names`` (``trainer.logger``) in their order. Raises ConfigError: as
+    :func:`check_loggers`, or a class of the user's own cannot be made."""
     return Tracker(context.run_dir, {name: _builder(name)(context) for name in dict.fromkeys(["jsonl", *names])})

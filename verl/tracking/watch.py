@@ -59,11 +59,7 @@ class LineFile:
 
 
 class Watcher:
-    """What there is to see of a run now; :meth:`lines` looks again.
-
-    Args:
-        blocks: characters of the curves.
-    """
+    """What there is to see of a run now; :meth:`lines` looks again. ``blocks``: characters of the curves."""
 
     def __init__(self, run_dir: RunDir, blocks: str = BLOCKS) -> None:
         self._run_dir, self._blocks = run_dir, blocks
