@@ -142,9 +142,8 @@ class ClusterConfig(Section):
                     f"give the workers a pool of their own, or set cluster.placement.rollout={placement.actor}",
                 )
             elif (nodes := self.pool(name).nodes) is not None:
-                yield Problem(
-                    f"cluster.pools.{name} is of rollout workers, any machine's", f"nodes: {nodes}", "remove it"
-                )
+                what = f"cluster.pools.{name} is of rollout workers, any machine's"
+                yield Problem(what, f"nodes: {nodes}", "remove it")
         yield from self._unequal_processes()
 
     def _unequal_processes(self) -> Iterator[Problem]:

@@ -68,8 +68,5 @@ def leaked(evidence: Evidence) -> Iterator[Finding]:
         inside = [row for row in held if re.search(rf"(?<!\w){re.escape(row.ground_truth.strip())}(?!\w)", row.prompt)]
         found, total, where = len(inside), len(rows), " among the sampled ones"
     if total and found > 0.05 * total:
-        yield finding(
-            "answer_in_prompt",
-            f"{found} of {total} prompts{where}",
-            severity="error" if found > 0.5 * total else "warning",
-        )
+        figures = f"{found} of {total} prompts{where}"
+        yield finding("answer_in_prompt", figures, severity="error" if found > 0.5 * total else "warning")

@@ -84,11 +84,8 @@ def threads(evidence: Evidence) -> Iterator[Finding]:
     ranks = (config.ranks or 1) if config is not None else 1
     asked = (given or (int(machine.threads) if machine.threads.isdigit() else 0)) * ranks
     if asked > machine.cores:
-        yield finding(
-            "threads_over_subscribed",
-            f"{asked} threads ({ranks} ranks), {machine.cores} cores",
-            most=max(1, machine.cores // ranks),
-        )
+        figures = f"{asked} threads ({ranks} ranks), {machine.cores} cores"
+        yield finding("threads_over_subscribed", figures, most=max(1, machine.cores // ranks))
     if machine.load > 1.5 * machine.cores:
         yield finding("machine_busy", f"load {machine.load:.1f}, {machine.cores} cores")
 
@@ -98,15 +95,11 @@ def memory(evidence: Evidence) -> Iterator[Finding]:
     if machine is None:
         return
     if machine.swap_used > 0.1 * machine.memory:
-        yield finding(
-            "swapping", f"{machine.swap_used / GIB:.1f} GiB in swap, {machine.memory / GIB:.1f} GiB of memory"
-        )
+        figures = f"{machine.swap_used / GIB:.1f} GiB in swap, {machine.memory / GIB:.1f} GiB of memory"
+        yield finding("swapping", figures)
     if machine.disk_free < 5 * GIB:
-        yield finding(
-            "disk_full",
-            f"{machine.disk_free / GIB:.1f} GiB free",
-            severity="error" if machine.disk_free < GIB / 2 else "warning",
-        )
+        figures = f"{machine.disk_free / GIB:.1f} GiB free"
+        yield finding("disk_full", figures, severity="error" if machine.disk_free < GIB / 2 else "warning")
     if config is not None and config.cluster.backend == "ray" and machine.shared_free < GIB:
         yield finding("shared_memory_small", f"{machine.shared_free / GIB:.2f} GiB free in /dev/shm")
 

@@ -75,11 +75,8 @@ def timed_out(evidence: Evidence) -> Iterator[Finding]:
     rows = [row for found in evidence.samples.values() for row in found]
     late = [row for row in rows if row.reason and re.search(r"time.?(d.)?out|seconds", row.reason, re.IGNORECASE)]
     if late:
-        yield finding(
-            "reward_timed_out",
-            f"{len(late)} of {len(rows)} sampled responses: {str(late[0].reason)[:120]}",
-            severity="error" if len(late) > 0.2 * len(rows) else "warning",
-        )
+        figures = f"{len(late)} of {len(rows)} sampled responses: {str(late[0].reason)[:120]}"
+        yield finding("reward_timed_out", figures, severity="error" if len(late) > 0.2 * len(rows) else "warning")
 
 
 def follows_length(evidence: Evidence) -> Iterator[Finding]:
@@ -108,10 +105,8 @@ def collapsed(evidence: Evidence) -> Iterator[Finding]:
         if step > best and value - floor < (1 - limit) * (means[best] - floor) and means[best] - value > 0.15 * span
     ]
     if fallen:
-        yield finding(
-            "reward_collapsed",
-            f"{means[best]:.4g} around step {best}, {means[fallen[-1]]:.4g} around step {fallen[-1]}",
-        )
+        figures = f"{means[best]:.4g} around step {best}, {means[fallen[-1]]:.4g} around step {fallen[-1]}"
+        yield finding("reward_collapsed", figures)
 
 
 def one_pattern(evidence: Evidence) -> Iterator[Finding]:
@@ -160,11 +155,8 @@ def of_trial(evidence: Evidence) -> Iterator[Finding]:
     if trial is None:
         return
     if trial.failed:
-        yield finding(
-            "reward_failed",
-            f"{trial.failed} of {trial.tried}: {trial.reason[:160]}",
-            severity="error" if trial.failed == trial.tried else "warning",
-        )
+        figures = f"{trial.failed} of {trial.tried}: {trial.reason[:160]}"
+        yield finding("reward_failed", figures, severity="error" if trial.failed == trial.tried else "warning")
     if trial.slowest > 1.0:
         yield finding("reward_slow", f"up to {trial.slowest:.1f} s for one response")
     told = {form: own - other for form, (own, other) in trial.means.items() if own is not None and other is not None}

@@ -53,10 +53,8 @@ def reference_is_frozen(evidence: Evidence) -> Iterator[Finding]:
     first = next((step for step, share in moved.items() if share > 0), None)
     later = {step: value for step, value in ratio.items() if first is not None and step > first}
     if later and max(later.values()) == 0:
-        yield finding(
-            "reference_moves",
-            f"no probability differs at {steps_text(list(later))}, although weights changed from step {first} on",
-        )
+        figures = f"no probability differs at {steps_text(list(later))}, although weights changed from step {first} on"
+        yield finding("reference_moves", figures)
 
 
 def reference_is_the_same(evidence: Evidence) -> Iterator[Finding]:
@@ -74,9 +72,8 @@ def kl_exploded(evidence: Evidence) -> Iterator[Finding]:
     over = [step for step, (_, value) in found.items() if limit is not None and value > limit]
     if over:
         label, value = max((found[step] for step in over), key=lambda pair: pair[1])
-        yield finding(
-            "kl_exploded", f"{label} up to {value:.3g} nats a token, more than {limit:g} ({steps_text(over)})"
-        )
+        figures = f"{label} up to {value:.3g} nats a token, more than {limit:g} ({steps_text(over)})"
+        yield finding("kl_exploded", figures)
 
 
 def kl_dominates(evidence: Evidence) -> Iterator[Finding]:
@@ -115,41 +112,31 @@ def no_gradient(evidence: Evidence) -> Iterator[Finding]:
     parts = {name for line in evidence.steps for name in line if name.startswith(prefix)}
     for name in sorted(parts):
         if trained and not any(evidence.series(name).get(step, 0.0) > 0 for step in trained):
-            yield finding(
-                "part_without_gradient",
-                f"{name} is 0 in {steps_text(trained)}, the whole norm {course(total)}",
-                part=name.removeprefix(prefix),
-            )
+            figures = f"{name} is 0 in {steps_text(trained)}, the whole norm {course(total)}"
+            yield finding("part_without_gradient", figures, part=name.removeprefix(prefix))
     least, most = (evidence.series(f"actor/layer_grad_norm/{end}") for end in ("min", "max"))
     known = [step for step in trained if step in least and most.get(step)]
     if known and not any(least[step] for step in known):
-        yield finding(
-            "layer_without_gradient",
-            f"the least of the layers' norms is 0 in {steps_text(known)}, the largest {course(most)}",
-        )
+        figures = f"the least of the layers' norms is 0 in {steps_text(known)}, the largest {course(most)}"
+        yield finding("layer_without_gradient", figures)
     elif known and (apart := median(most[step] / max(least[step], 1e-30) for step in known)) > UNEVEN:
-        yield finding(
-            "layers_uneven", f"the largest of the layers' norms is {apart:.3g} times the least in the median step"
-        )
+        figures = f"the largest of the layers' norms is {apart:.3g} times the least in the median step"
+        yield finding("layers_uneven", figures)
 
 
 def weights_move(evidence: Evidence) -> Iterator[Finding]:
     moved, rates = evidence.series("actor/weights_moved"), evidence.series("actor/lr")
     meant = {step: share for step, share in moved.items() if rates.get(step, 0.0) > 0}
     if meant and mean(list(meant.values())) < 0.1:
-        yield finding(
-            "weights_unmoved",
-            f"{mean(list(meant.values())):.1%} of the watched weights changed in {steps_text(list(meant))}",
-        )
+        figures = f"{mean(list(meant.values())):.1%} of the watched weights changed in {steps_text(list(meant))}"
+        yield finding("weights_unmoved", figures)
 
 
 def clipped_away(evidence: Evidence) -> Iterator[Finding]:
     norms, config = [value for value in evidence.series(names.GRAD_NORM).values() if value > 0], evidence.config
     if norms and config is not None and median(norms) > 20 * config.actor.grad_clip:
-        yield finding(
-            "gradient_clipped_away",
-            f"gradient norm {median(norms):.3g} in the median, actor.grad_clip={config.actor.grad_clip:g}",
-        )
+        figures = f"gradient norm {median(norms):.3g} in the median, actor.grad_clip={config.actor.grad_clip:g}"
+        yield finding("gradient_clipped_away", figures)
 
 
 def gradient_exploded(evidence: Evidence) -> Iterator[Finding]:
@@ -226,9 +213,8 @@ def entropy(evidence: Evidence) -> Iterator[Finding]:
     limit, found = evidence.limits.entropy, evidence.series(names.ENTROPY)
     low = [step for step, value in found.items() if limit is not None and value < limit]
     if low:
-        yield finding(
-            "entropy_collapsed", f"entropy {course(found)} nats a token, below {limit:g} at {steps_text(low)}"
-        )
+        figures = f"entropy {course(found)} nats a token, below {limit:g} at {steps_text(low)}"
+        yield finding("entropy_collapsed", figures)
 
 
 def length(evidence: Evidence) -> Iterator[Finding]:
@@ -265,10 +251,8 @@ def repetition(evidence: Evidence) -> Iterator[Finding]:
     long = [text for text in texts if len(text) >= 8 * NGRAM]
     looping = [text for text in long if _distinct(text) < 0.2]
     if len(looping) >= max(4, 0.3 * len(texts)):
-        yield finding(
-            "repetition",
-            f"{len(looping)} of {len(texts)} responses of step {max(evidence.samples)}: {looping[0][-40:]!r}",
-        )
+        figures = f"{len(looping)} of {len(texts)} responses of step {max(evidence.samples)}: {looping[0][-40:]!r}"
+        yield finding("repetition", figures)
 
 
 def _distinct(text: str) -> float:

@@ -167,8 +167,5 @@ class Alarms:
             save()
         look = f"verl doctor {self._run_dir.path} and {self._run_dir.report} say more"
         saved = f"the same command, with other settings if need be, goes on from the checkpoint of step {step}"
-        raise AlarmRaised(
-            f"trainer.alarms.action={action}: {found[0].what}",
-            found[0].evidence,
-            f"{saved if action == 'pause' else found[0].fix}; {look}",
-        )
+        fix = f"{saved if action == 'pause' else found[0].fix}; {look}"
+        raise AlarmRaised(f"trainer.alarms.action={action}: {found[0].what}", found[0].evidence, fix)

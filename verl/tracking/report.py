@@ -50,11 +50,8 @@ def write_report(run: RunDir | Path | str, path: Path | None = None) -> Path:
 def require_run(run_dir: RunDir) -> RunDir:
     """Raises VerlError where the folder is not a run's."""
     if not run_dir.metrics.is_file() and not run_dir.config.is_file():
-        raise VerlError(
-            "not a run folder (neither metrics.jsonl nor config.yaml in it)",
-            str(run_dir.path),
-            "name the folder of a run, such as runs/NAME",
-        )
+        what = "not a run folder (neither metrics.jsonl nor config.yaml in it)"
+        raise VerlError(what, str(run_dir.path), "name the folder of a run, such as runs/NAME")
     return run_dir
 
 

@@ -60,9 +60,8 @@ def runs_under(root: Path) -> list[RunDir]:
         folders = sorted(path for path in root.iterdir() if path.is_dir())
         nested = [below for path in folders if not is_run(path) for below in sorted(path.iterdir()) if below.is_dir()]
     except OSError as error:
-        raise VerlError(
-            "no folder of runs there", f"{root} ({error.strerror})", "name the folder that holds your runs"
-        ) from None
+        fix = "name the folder that holds your runs"
+        raise VerlError("no folder of runs there", f"{root} ({error.strerror})", fix) from None
     return [RunDir(path) for path in [*folders, *nested] if is_run(path)]
 
 
