@@ -59,7 +59,7 @@ def test_what_it_writes_trains_as_it_stands(tiny_model_dir: Path, capsys: pytest
     text = Path("my.yaml").read_text()
     assert re.search(r"train_batch_size: 16 +# prompts a step; x 8 = 128 responses", text)
     assert re.search(r"max_prompt_length: 16 +# prompt tokens: median 11, 90% 11, 99% 11, longest 11", text)
-    assert 'prompt_key: "question"' in text and "20 rows" in text
+    assert "prompt_key: question" in text and "20 rows" in text
     loaded = load_config("my.yaml", ["trainer.total_training_steps=2", "cluster.backend=inline", "cluster.threads=1"])
     assert loaded.notices == []
     result = Trainer(loaded, display="plain").fit()

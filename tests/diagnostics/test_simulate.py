@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import overlap
 from verl.config import build_config
-from verl.diagnostics.simulate import Mode, Setting, drawn_from, long_tailed, measure, predict, table
+from verl.diagnostics.simulate import Mode, Setting, drawn_from, long_tailed, measure, predict, schedules
 from verl.errors import VerlError
 from verl.rollout.protocol import Slot
 from verl.run_dir import RunDir
@@ -81,7 +81,7 @@ def test_lengths_of_a_given_mean() -> None:
 def test_more_workers_and_more_overlap_never_cost() -> None:
     draw = random.Random(1)
     base = setting({k: draw.randint(1, 60) for k in range(500)}, prompts=4, places=4)
-    found = table(base, [1, 2, 4])
+    found = schedules(base, [1, 2, 4])
     for row in found.values():
         assert [p.seconds for p in row] == sorted((p.seconds for p in row), reverse=True)
     assert found["one_step_off"][0].seconds <= found["sync"][0].seconds

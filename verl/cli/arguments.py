@@ -18,6 +18,9 @@ from verl.json_lines import json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+    from verl.run_dir import RunDir
 
 
 Commands = argparse._SubParsersAction  # what ``add_subparsers`` returns
@@ -87,13 +90,10 @@ class Parser(argparse.ArgumentParser):
 
         choices = [str(choice) for choice in action.choices]
         is_command = isinstance(action, argparse._SubParsersAction)
-        what = f"{self.prog} has no such command" if is_command else f"{self.prog}: no such {_name(action)}"
+        name = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
+        what = f"{self.prog} has no such command" if is_command else f"{self.prog}: no such {name}"
         kind = "commands" if is_command else "possible"
         raise ConfigError(what, value, f"{did_you_mean(str(value), choices)}{kind}: {', '.join(choices)}")
-
-
-def _name(action: argparse.Action) -> str:
-    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
 def common() -> argparse.ArgumentParser:
@@ -105,10 +105,11 @@ def common() -> argparse.ArgumentParser:
 
 
 def command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], **late: Any
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], json: str = "", **late: Any
 ) -> argparse.ArgumentParser:
     """A command that does something. ``run``: does it. Its docstring is the help: what it does, then examples (lines
-    that begin with ``verl``) and what else there is to say. ``late``: ``late_epilog``, see :class:`Parser`."""
+    that begin with ``verl``) and what else there is to say. ``json``: the help of --json,
+    where it has one. ``late``: ``late_epilog``, see :class:`Parser`."""
     about, _, more = (inspect.getdoc(run) or name).partition("\n\n")
     more = re.sub("^verl ", "  verl ", more, flags=re.MULTILINE)
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -120,6 +121,8 @@ def command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **late,
     )
+    if json:
+        parser.add_argument("--json", action="store_true", help=json)
     parser.set_defaults(command=run)
     return parser
 
@@ -134,6 +137,13 @@ def group(commands: Commands, name: str, help: str) -> Commands:
     parser.set_defaults(command=needs_a_command)
     inner = parser.add_subparsers(title="commands", metavar="COMMAND")
     return inner
+
+
+def a_run(name: str) -> RunDir:
+    """The type of an argument: a run, by its name in runs/ or by a path."""
+    from verl.tracking.runs import find_run
+
+    return find_run(name)
 
 
 def print_json(value: Any) -> None:
@@ -152,6 +162,16 @@ def terminal() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True, markup=False)
+
+
+def table(*head: str, title: str, **more: Any) -> Table:
+    """A table whose columns stand to the right, but for the first."""
+    from rich.table import Table
+
+    made = Table(*head, title=title, title_justify="left", **more)
+    for column in made.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    return made
 
 
 def histogram(counts: Sequence[tuple[str, int]]) -> Iterator[str]:
@@ -202,7 +222,7 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
-positive, not_negative = whole(1), whole(0)
+positive, nonnegative = whole(1), whole(0)
 
 
 def number(least: float = -inf, most: float = inf, above: bool = False) -> Callable[[str], float]:

@@ -16,33 +16,28 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     config = group(commands, "config", "look at a configuration, explain its keys")
-    show = command(config, "show", _show)
+    show = command(config, "show", _show, json="values, defaults and origins as JSON")
     words = "a YAML file, a run's folder or a preset; keys or sections to be shown alone; settings"
     show.add_argument("words", nargs="*", metavar="CONFIG | KEY | key=value", help=words)
     show.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     show.add_argument("--no-origins", action="store_true", help="the bare YAML")
-    show.add_argument("--json", action="store_true", help="values, defaults and origins as JSON")
 
-    explain = command(config, "explain", _explain)
+    explain = command(config, "explain", _explain, json="the same as text, and the facts of each key, as JSON")
     explain.add_argument("key", nargs="*", metavar="KEY", help="a key or section in any spelling; none: all sections")
-    explain.add_argument("--json", action="store_true", help="the same as text, and the facts of each key, as JSON")
 
-    diff = command(config, "diff", _diff)
+    diff = command(config, "diff", _diff, json="{key: [value in A, value in B]}")
     for name in ("A", "B"):
         diff.add_argument(name, help="a YAML file, a run's folder, or the name of a preset")
-    diff.add_argument("--json", action="store_true", help="{key: [value in A, value in B]}")
 
     reference = command(config, "reference", _reference)
     reference.add_argument("--out", type=Path, help="file to write (default: standard output)")
 
     metrics = group(commands, "metrics", "what the metrics of a run mean")
-    meaning = command(metrics, "explain", _explain_metrics)
+    meaning = command(metrics, "explain", _explain_metrics, json="as JSON")
     meaning.add_argument("name", nargs="+", metavar="NAME", help="as in metrics.jsonl")
-    meaning.add_argument("--json", action="store_true", help="as JSON")
-    table = command(metrics, "reference", _metrics_reference)
+    table = command(metrics, "reference", _metrics_reference, json="in place of the page, as JSON")
     table.add_argument("--out", type=Path, help="file to write (default: standard output)")
-    table.add_argument("--json", action="store_true", help="in place of the page, as JSON")
 
 
 def _show(arguments: argparse.Namespace) -> None:

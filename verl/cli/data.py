@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, group, histogram, not_negative, positive, print_json
+from verl.cli.arguments import Commands, command, group, histogram, nonnegative, positive, print_json, progress
 from verl.cli.evaluate import add_evaluation, evaluation_config
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
     gym = command(data, "reasoning-gym", _data_reasoning_gym)
     gym.add_argument("--task", required=True, help="such as chain_sum")
     gym.add_argument("--size", type=positive, required=True, help="training problems")
-    gym.add_argument("--val-size", type=not_negative, default=0, help="held-out problems, into <out>_val.parquet")
+    gym.add_argument("--val-size", type=nonnegative, default=0, help="held-out problems, into <out>_val.parquet")
     gym.add_argument("--seed", type=int, default=0, help="default 0")
     gym.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of the task; may be repeated")
     gym.add_argument("--instruction", help="system message put before every problem")
@@ -52,13 +52,12 @@ def add(commands: Commands) -> None:
     add_evaluation(preferences)
     preferences.set_defaults(n=8)
 
-    inspect = command(data, "inspect", _data_inspect)
+    inspect = command(data, "inspect", _data_inspect, json="print the report as JSON")
     inspect.add_argument("files", nargs="+", metavar="FILE", help="files, patterns or folders")
     inspect.add_argument("--model", help="measures and renders the prompts as training with this model would")
     inspect.add_argument("--limit", type=positive, default=512, help="data.max_prompt_length in tokens (default 512)")
     inspect.add_argument("--prompt-key", help="column of the prompts (default: the usual names)")
     inspect.add_argument("--answer-key", help="column of the ground truths (default: the usual names)")
-    inspect.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _rows(count: int) -> str:
@@ -145,7 +144,6 @@ def _data_preferences(arguments: argparse.Namespace) -> None:
     set_environment(available_cores())
 
     from verl.checkpoint.run_model import opened_model
-    from verl.cli.arguments import progress
     from verl.data.files import expand_files
     from verl.data.output import check_writable, refuse_inputs, write_rows
     from verl.models.quiet import without_bars

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, positive, print_json, settings, tell, terminal
+from verl.cli.arguments import Commands, a_run, command, positive, print_json, settings, tell, terminal
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,17 +20,15 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def add(commands: Commands) -> None:
-    doctor = command(commands, "doctor", _doctor)
+    doctor = command(commands, "doctor", _doctor, json="findings as JSON")
     doctor.add_argument("words", nargs="*", metavar="CONFIG | RUN | key=value", help="a YAML file, or a run; settings")
     doctor.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
-    doctor.add_argument("--json", action="store_true", help="findings as JSON")
 
-    replay = command(commands, "replay", _replay)
-    replay.add_argument("run", help="name of a run in runs/, or a path")
+    replay = command(commands, "replay", _replay, json="{metric: [then, now]}")
+    replay.add_argument("run", type=a_run, help="name of a run in runs/, or a path")
     replay.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings in place of the run's")
     replay.add_argument("--step", type=positive, required=True, help="the step")
     replay.add_argument("--all", action="store_true", help="also show what does not differ")
-    replay.add_argument("--json", action="store_true", help="{metric: [then, now]}")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -126,13 +124,12 @@ def _replay(arguments: argparse.Namespace) -> None:
     data, rollout and reward functions. With the run's own settings every figure is the same to the bit (on a CPU).
     """
     from verl.config import load_config
-    from verl.tracking.runs import find_run
     from verl.trainer.api import settle_process
 
     source, overrides = settings(arguments.words)
     if source is not None:
         raise ConfigError("a setting needs the form key=value", source, f"write it as {source}=VALUE, or remove it")
-    run_dir = find_run(arguments.run)
+    run_dir = arguments.run
     loaded, own = load_config(run_dir.path, overrides), load_config(run_dir.path).config
     if (loaded.config.rollout.n, loaded.config.data.train_batch_size) != (own.rollout.n, own.data.train_batch_size):
         what = f"rollout.n={own.rollout.n}, data.train_batch_size={own.data.train_batch_size}"

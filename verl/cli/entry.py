@@ -85,7 +85,10 @@ def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        return _as_meant(action)
+        try:
+            return action()
+        except SystemError as error:
+            raise meant(error) from None
     except VerlError as error:
         if debug:
             traceback.print_exc()
@@ -103,22 +106,9 @@ def guarded(action: Callable[[], int], debug: bool, hint: str = _GO_ON) -> int:
         if debug:
             traceback.print_exc()
         first_line = (str(error).strip().splitlines() or [""])[0]
-        print(
-            f"error: {type(error).__name__}: {first_line}\n  this is a defect of VeRL or of user code it called;"
-            " --debug shows where",
-            file=sys.stderr,
-        )
+        defect = "this is a defect of VeRL or of user code it called; --debug shows where"
+        print(f"error: {type(error).__name__}: {first_line}\n  {defect}", file=sys.stderr)
         return EXIT_FAILED
-
-
-def _as_meant(action: Callable[[], int]) -> int:
-    try:
-        return action()
-    except SystemError as error:
-        behind = meant(error)
-        if behind is error:
-            raise
-        raise behind from None
 
 
 def _reader_is_gone() -> bool:

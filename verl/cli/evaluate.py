@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, command, positive, print_json, settings
+from verl.cli.arguments import Commands, command, positive, print_json, progress, settings, table, tell
 from verl.cli.generate import add_sampling, sampling_choices
 from verl.errors import ConfigError, VerlError
 
@@ -36,13 +35,12 @@ _BY_OPTION = {
 
 
 def add(commands: Commands) -> None:
-    parser = command(commands, "eval", _evaluate)
+    parser = command(commands, "eval", _evaluate, json="results.json on standard output in place of the tables")
     parser.add_argument("model", help="an alias, a folder (such as an export), a GGUF file, a hub id, or a run")
     parser.add_argument("data", help="a data file as training takes it")
     add_evaluation(parser)
     parser.add_argument("--out", metavar="FOLDER", help="for results.json and samples.jsonl (default evaluations/...)")
     parser.add_argument("--plain", action="store_true", help="no boxes and no progress bar")
-    parser.add_argument("--json", action="store_true", help="results.json on standard output in place of the tables")
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +80,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from verl.checkpoint.run_model import opened_model
-    from verl.cli.arguments import progress
     from verl.models.quiet import without_bars
     from verl.trainer.offline_evaluation import ModelEvaluation
     from verl.trainer.run_models import opened
@@ -94,9 +91,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         config = evaluation_config(arguments, model)
         evaluation = ModelEvaluation(stack.enter_context(opened(config)))
         if evaluation.left_out:
-            print(f"note: {evaluation.left_out} rows cannot be used and are left out", file=sys.stderr)
+            tell([f"{evaluation.left_out} rows cannot be used and are left out"])
         if evaluation.plan.n > 1 and evaluation.plan.temperature == 0:
-            print(f"note: greedy, so the {evaluation.plan.n} responses to a prompt are the same", file=sys.stderr)
+            tell([f"greedy, so the {evaluation.plan.n} responses to a prompt are the same"])
         with progress(evaluation.responses, "responses", plain) as told:
             evaluation.run(told)
         results = _described(arguments, config, model) | {"left_out": evaluation.left_out} | evaluation.results()
@@ -210,22 +207,19 @@ def _write(folder: Path, results: dict[str, Any], evaluation: ModelEvaluation, s
 
 def _print(console: Console, results: dict[str, Any], plain: bool) -> None:
     from rich import box
-    from rich.table import Table
 
     parts = dict(results["sources"])
     if len(parts) > 1:
         parts["overall"] = results["overall"]
     for source, figures in parts.items():
         title = f"{source}: {figures['prompts']} prompts x {results['n']}"
-        table = Table(title=title, title_justify="left", box=None if plain else box.SIMPLE_HEAD, title_style="bold")
-        table.add_column("")
-        table.add_column("value", justify="right")
-        table.add_column("95% interval", justify="right")
+        frame = None if plain else box.SIMPLE_HEAD
+        shown = table("", "value", "95% interval", title=title, box=frame, title_style="bold")
         for name, found in _lines(figures):
             interval = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
-            table.add_row(name, _number(found["value"]), interval)
-        table.add_row("unscored", str(figures["unscored"]), "")
-        console.print(table)
+            shown.add_row(name, _number(found["value"]), interval)
+        shown.add_row("unscored", str(figures["unscored"]), "")
+        console.print(shown)
 
 
 def _lines(figures: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from verl.cli.arguments import Commands, command, not_negative, number, positive
+from verl.cli.arguments import Commands, command, nonnegative, number, positive, progress, tell
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -102,13 +102,11 @@ def _trained_on_text(name: str, run: RunDir | None, tokenizer: PreTrainedTokeniz
         config = build_config(tree).data
         rows = open_source(config.train_files, config, tokenizer, 1, "data.train_files").read(0, 1)
     except VerlError as error:
-        print(
-            f"note: {name} does not say how its prompts looked ({error.what}): text becomes a message", file=sys.stderr
-        )
+        tell([f"{name} does not say how its prompts looked ({error.what}): text becomes a message"])
         return False
     text = any(isinstance(getattr(row, "prompt", None), str) for row in rows)
     if text:
-        print(f"note: {name} was trained on prompts of plain text: no chat template, as with --raw", file=sys.stderr)
+        tell([f"{name} was trained on prompts of plain text: no chat template, as with --raw"])
     return text
 
 
@@ -150,7 +148,6 @@ def _answer(
     file: TextIO,
 ) -> None:
     """Every response into the output; those of prompts on the command line to standard output as they are."""
-    from verl.cli.arguments import progress
     from verl.json_lines import json_line
     from verl.rollout.offline import in_order, require_room
     from verl.rollout.text import response_text
@@ -171,7 +168,7 @@ def _answer(
     if arguments.out:
         print(f"{arguments.out}: {len(requests)} responses", file=sys.stderr)
     if refused:
-        print(f"note: {refused} responses refused: their prompts fill all positions of the model", file=sys.stderr)
+        tell([f"{refused} responses refused: their prompts fill all positions of the model"])
 
 
 def _record(row: PromptRow, request: Request, result: Result, text: str, ids: bool) -> dict[str, Any]:
@@ -212,7 +209,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--presence-penalty", number(), 0.0, "against tokens that the response has (default 0: off)")
     add("--frequency-penalty", number(), 0.0, "the same, as often as it has them (default 0: off)")
     add("--logit-bias", _biases, {}, 'added to logits by token id: {"11": -5}', metavar="JSON")
-    add("--min-new-tokens", not_negative, 0, "responses are not shorter (default 0)")
+    add("--min-new-tokens", nonnegative, 0, "responses are not shorter (default 0)")
     add("--seed", int, 1, "the same seed gives the same responses (default 1)")
     add("--chat-template-kwargs", _json_object, {}, 'such as {"enable_thinking": false}', metavar="JSON")
     add("--max-num-seqs", positive, None, "responses at once (default 64)")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, command, positive
-from verl.diagnostics.plan import GIB, Lengths, Machine, this_machine, to_fit
+from verl.diagnostics.plan import GIB, Lengths, Machine, this_machine, to_fit, up
 from verl.errors import ConfigError, DataError
 from verl.models.facts import ModelFacts, read_facts
 
@@ -64,9 +64,8 @@ def _init(arguments: argparse.Namespace) -> None:
     # Also the check of verl train, before anything is written.
     entries, fits = fitted(choose_settings(arguments, model, machine, data, preset) | reward, machine, model)
     if not fits:
-        print(
-            f"warning: this model may not fit into {machine.memory / GIB:.1f} GiB: verl plan {out} says what it needs"
-        )
+        there = f"{machine.memory / GIB:.1f} GiB"
+        print(f"warning: this model may not fit into {there}: verl plan {out} says what it needs")
     if template is not None:
         write_atomic(*template)
         print(f"{template[0]}: the beginning of a reward function, as no built-in rule fits the data; make it yours")
@@ -125,12 +124,12 @@ def read_data(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
 
 
 def _column(columns: Sequence[str], usual: Sequence[str], what: str, option: str) -> str:
-    found = next((name for name in usual if name in columns), None)
     if not columns:  # no row can be read: the first one says why
         return usual[0]
-    if found is None:
-        raise DataError(f"no column of the data is known to hold {what}", ", ".join(columns), f"name it with {option}")
-    return found
+    for name in usual:
+        if name in columns:
+            return name
+    raise DataError(f"no column of the data is known to hold {what}", ", ".join(columns), f"name it with {option}")
 
 
 def choose_reward(
@@ -167,11 +166,7 @@ def choose_reward(
 
 
 def choose_settings(
-    arguments: argparse.Namespace,
-    model: ModelFacts,
-    machine: Machine,
-    data: DataFacts,
-    preset: Sequence[Setting],
+    arguments: argparse.Namespace, model: ModelFacts, machine: Machine, data: DataFacts, preset: Sequence[Setting]
 ) -> dict[str, Entry]:
     """Every key that is written, with its value and the reason."""
     chosen: dict[str, Any] = {setting.key: setting.value for setting in preset}
@@ -183,16 +178,19 @@ def choose_settings(
     measured = f"prompt tokens: median {data.percentile(0.5)}, 90% {data.percentile(0.9)}, "
     measured += f"99% {data.percentile(0.99)}, longest {data.lengths[-1]}"
     files = arguments.data if len(arguments.data) > 1 else arguments.data[0]
+    unusable = f", of which {len(data.bad)} of the first {LOOKED_AT} cannot be used" if data.bad else ""
+    positions = f"{model.positions} positions" if model.positions else "no limit of positions"
+    found = f"{machine.gpus} GPU" if machine.gpus else f"{machine.cores} cores, no GPU"
     tokens = max(MOST_TOKENS, prompt + response)
     entries: dict[str, Entry] = {key: (value, f"preset {arguments.preset}") for key, value in chosen.items()}
     entries |= {
-        "data.train_files": (files, f"{data.rows} rows" + _bad_rows(data)),
+        "data.train_files": (files, f"{data.rows} rows{unusable}"),
         "data.val_files": (arguments.val, "" if arguments.val else "none given, so there is no validation"),
         "data.prompt_key": (data.prompt_key, "column"),
         "data.train_batch_size": (prompts, f"prompts a step; x {n} = {prompts * n} responses"),
         "data.max_prompt_length": (prompt, measured),
         "data.max_response_length": (response, "tokens; the engine stops a response there"),
-        "model.path": (arguments.model, f"{model.parameters / 1e6:,.1f} M parameters, {_positions(model)}"),
+        "model.path": (arguments.model, f"{model.parameters / 1e6:,.1f} M parameters, {positions}"),
         "model.dtype": ("bfloat16", "of the computation; weights are kept in float32"),
         "actor.ppo_mini_batch_size": (prompts, "prompts an optimizer step: one step a batch"),
         "actor.ppo_max_token_len_per_gpu": (tokens, "tokens of a micro-batch; verl plan tells what memory it takes"),
@@ -203,7 +201,7 @@ def choose_settings(
         "trainer.total_training_steps": (STEPS, f"one pass over the data: {steps}"),
         "trainer.test_freq": (OFTEN if arguments.val else -1, "steps between validations"),
         "trainer.save_freq": (OFTEN, "steps between checkpoints"),
-        "trainer.device": (device, _machine_reason(machine)),
+        "trainer.device": (device, f"found: {found}, {machine.memory / GIB:.1f} GiB free"),
         "cluster.backend": ("ray", "inline: everything in one process, for breakpoints"),
     }
     if data.answer_key is not None:
@@ -240,53 +238,19 @@ def fitted(entries: dict[str, Entry], machine: Machine, model: ModelFacts) -> tu
 def choose_lengths(model: ModelFacts, data: DataFacts, response: int) -> tuple[int, int, int]:
     """Most tokens of a prompt, how many prompts are longer, and most tokens of a response."""
     room = model.positions or 2**31
-    prompt = _round_up(data.lengths[-1], 8)
+    prompt = up(data.lengths[-1], 8)
     if prompt > 2 * data.percentile(0.99):  # a few very long ones would decide the memory of all
-        prompt = _round_up(data.percentile(0.99), 8)
+        prompt = up(data.percentile(0.99), 8)
     prompt = min(prompt, room - min(response, room // 2))
     return prompt, sum(length > prompt for length in data.lengths), min(response, room - prompt)
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _bad_rows(data: DataFacts) -> str:
-    return f", of which {len(data.bad)} of the first {LOOKED_AT} cannot be used" if data.bad else ""
-
-
-def _positions(model: ModelFacts) -> str:
-    return f"{model.positions} positions" if model.positions else "no limit of positions"
-
-
-def _machine_reason(machine: Machine) -> str:
-    there = f"{machine.gpus} GPU" if machine.gpus else f"{machine.cores} cores, no GPU"
-    return f"found: {there}, {machine.memory / GIB:.1f} GiB free"
-
-
 def render(entries: dict[str, Entry], title: str) -> str:
     """YAML with a comment behind each value that has a reason, in the schema's order."""
-    from verl.config.keys import leaves
+    from verl.config.explain import outline
+    from verl.config.keys import leaves, one_line
 
-    order = list(leaves())
-    lines = [f"# {title}. Keys that are not here have their defaults: verl config show."]
-    open_sections: tuple[str, ...] = ()
-    for key in sorted(entries, key=order.index):
-        *sections, name = key.split(".")
-        shared = 0
-        while shared < min(len(sections), len(open_sections)) and sections[shared] == open_sections[shared]:
-            shared += 1
-        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
-        open_sections = tuple(sections)
-        value, reason = entries[key]
-        line = f"{'  ' * len(sections)}{name}: {_scalar(value)}"
-        lines.append(f"{line:<44} # {reason}" if reason else line)
-    return "\n".join(lines) + "\n"
-
-
-def _scalar(value: Any) -> str:
-    import json
-
-    if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else repr(value)
-    return json.dumps(value, ensure_ascii=False)
+    texts = {key: one_line(entries[key][0]) for key in leaves() if key in entries}
+    lines = outline(texts, {key: f"# {reason}" for key, (_, reason) in entries.items() if reason})
+    head = f"# {title}. Keys that are not here have their defaults: verl config show."
+    return "\n".join([head, *(f"{line:<44} {reason}".rstrip() for line, reason in lines)]) + "\n"

@@ -7,25 +7,35 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, above_zero, command, not_negative, print_json, settings, tell, terminal
+from verl.cli.arguments import (
+    Commands,
+    a_run,
+    above_zero,
+    command,
+    nonnegative,
+    print_json,
+    settings,
+    table,
+    tell,
+    terminal,
+)
+from verl.diagnostics.plan import GIB, SPARE, Lengths, Process, bytes_of, needed, planned, this_machine, to_fit
+from verl.diagnostics.plan_time import Speed, Stage, batch_words, calibrate, given, stages_of
 from verl.errors import ConfigError
+from verl.models.facts import ModelFacts, read_facts
 
 if TYPE_CHECKING:
     from verl.cluster.placement import Plan
     from verl.config import Config
-    from verl.diagnostics.plan import Lengths, Process
-    from verl.diagnostics.plan_time import Speed
-    from verl.models.facts import ModelFacts
-
-GIB = 2**30
+    from verl.diagnostics.simulate import Setting
 
 
 def add(commands: Commands) -> None:
-    plan = command(commands, "plan", _plan)
+    plan = command(commands, "plan", _plan, json="everything as JSON")
     plan.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file; settings")
     plan.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     plan.add_argument("--memory", type=_memory, metavar="SIZE", help="of one GPU, or the machine: 80GB (GiB are meant)")
-    plan.add_argument("--gpus", type=not_negative, metavar="N", help="of the machine; default: those that are here")
+    plan.add_argument("--gpus", type=nonnegative, metavar="N", help="of the machine; default: those that are here")
     lengths = _numbers(2, "two numbers of tokens such as 200,600")
     plan.add_argument("--lengths", type=lengths, metavar="P,R", help="tokens of prompt and response; default: the most")
     plan.add_argument("--tflops", type=above_zero, metavar="X", help="that a process attains in training, not measured")
@@ -34,10 +44,9 @@ def add(commands: Commands) -> None:
         "step time of every trainer.mode and more rollout workers, simulated; with lengths and speeds of a run, or "
         "else those planned and long-tailed lengths"
     )
-    plan.add_argument("--simulate", nargs="?", const="", metavar="RUN", help=simulate)
+    plan.add_argument("--simulate", nargs="?", const="", type=a_run, metavar="RUN", help=simulate)
     counts = _numbers(None, "numbers of workers such as 1,2,4")
     plan.add_argument("--workers", type=counts, metavar="N,...", help="to simulate (default: 1, 2 and 4 times these)")
-    plan.add_argument("--json", action="store_true", help="everything as JSON")
 
 
 def _memory(text: str) -> int:
@@ -70,9 +79,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict, replace
 
     from verl.config import load_config
-    from verl.diagnostics.plan import Lengths, needed, planned, this_machine, to_fit
-    from verl.diagnostics.plan_time import batch_words, stages_of
-    from verl.models.facts import read_facts
 
     source, overrides = _source(arguments)
     loaded = load_config(source, overrides, arguments.preset)
@@ -121,12 +127,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _source(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
     """The configuration file, or that of the run to simulate, and the settings."""
-    from verl.tracking.runs import find_run
-
     source, overrides = settings(arguments.words)
-    run = find_run(arguments.simulate) if arguments.simulate else None
-    if source is None and run is not None:
-        source = str(run.config)
+    if source is None and arguments.simulate:
+        source = str(arguments.simulate.config)
     if source is None and not overrides:
         raise ConfigError("there is no configuration to plan", None, "verl plan my.yaml [key=value ...]")
     if (arguments.tflops is None) != (arguments.bandwidth is None):
@@ -138,9 +141,6 @@ def _speed(
     config: Config, plan: Plan, model: ModelFacts, lengths: Lengths, arguments: argparse.Namespace, gpu: bool
 ) -> Speed | None:
     """As given, or measured here; None of a GPU that is not here."""
-    from verl.diagnostics.plan import bytes_of
-    from verl.diagnostics.plan_time import calibrate, given
-
     if arguments.tflops is not None:
         return given(model, bytes_of(config), lengths, arguments.tflops, arguments.bandwidth)
     actor = plan.groups[0]
@@ -152,46 +152,39 @@ def _speed(
 
 def _simulated(
     config: Config, plan: Plan, arguments: argparse.Namespace, stages: Any = (), lengths: Any = None, speed: Any = None
-) -> tuple[Any, list[int], str]:
+) -> tuple[Setting, list[int], str]:
     """The setting, the numbers of rollout workers to try, and where the figures are from."""
     from verl.diagnostics.doctor import config_of
     from verl.diagnostics.simulate import Setting, drawn_from, long_tailed, measure
-    from verl.tracking.runs import find_run
 
-    n, places = config.rollout.n, config.rollout.max_num_seqs
+    prompts, n, places = config.data.train_batch_size, config.rollout.n, config.rollout.max_num_seqs
     workers = sum(spec.count for spec in plan.rollout) or plan.groups[0].count
     longest = config.data.max_response_length
     if arguments.simulate:
-        run = find_run(arguments.simulate)
-        measured = measure(run, config_of(run) or config)
+        measured = measure(arguments.simulate, config_of(arguments.simulate) or config)
         drawn, token, training = measured.lengths, measured.token, measured.training
-        source = f"measured in {measured.steps} step{'s'[: measured.steps > 1]} of {run.path}"
+        source = f"measured in {measured.steps} step{'s'[: measured.steps > 1]} of {arguments.simulate.path}"
     else:
-        token = speed.decode_step(min(-(-config.data.train_batch_size * n // workers), places))
+        token = speed.decode_step(min(-(-prompts * n // workers), places))
         training = sum(stage.seconds for stage in stages if stage.name != "rollout")
         mean = lengths.response if arguments.lengths else longest / 4
         drawn, source = long_tailed(mean, longest), f"{speed.source}; lengths log-normal"
-    prompts, length = config.data.train_batch_size, drawn_from(drawn)
-    updates = max(1, prompts // config.streamed_prompts)
-    setting = Setting(prompts, n, workers, places, token, training, length, max(longest, *drawn), updates)
-    mean = sum(drawn) / len(drawn)
-    rows = config.data.train_batch_size * n
+    updates, longest = max(1, prompts // config.streamed_prompts), max(longest, *drawn)
+    setting = Setting(prompts, n, workers, places, token, training, drawn_from(drawn), longest, updates)
     words = (
-        f"{rows} responses a step of {min(drawn)} to {max(drawn)} tokens (mean {mean:.0f}); "
+        f"{prompts * n} responses a step of {min(drawn)} to {max(drawn)} tokens (mean {sum(drawn) / len(drawn):.0f}); "
         f"{places} places a worker, {token * 1e3:.3g} ms a token in each; {training:.3g} s of a step beside sampling "
         f"({source})"
     )
     return setting, arguments.workers or [workers, 2 * workers, 4 * workers], words
 
 
-def _print_simulated(setting: Any, workers: list[int], words: str, json: bool) -> int:
+def _print_simulated(setting: Setting, workers: list[int], words: str, json: bool) -> int:
     from dataclasses import asdict
 
-    from rich.table import Table
+    from verl.diagnostics.simulate import schedules
 
-    from verl.diagnostics.simulate import table
-
-    found = table(setting, workers)
+    found = schedules(setting, workers)
     if json:
         rows = {label: [asdict(cell) for cell in row] for label, row in found.items()}
         print_json({"setting": words, "workers": workers, "schedules": rows})
@@ -199,22 +192,17 @@ def _print_simulated(setting: Any, workers: list[int], words: str, json: bool) -
     console = terminal()
     console.print(words)
     many = [f"{count} worker{'s'[: count > 1]}" for count in workers]
-    shown = Table("trainer.mode", *many, title="Seconds of a step, simulated", title_justify="left")
-    for column in shown.columns:
-        column.no_wrap = True
+    shown = table("trainer.mode", *many, title="Seconds of a step, simulated")
     for label, row in found.items():
         cells = [_short(p.seconds) + (f" ({p.waste:.0%} waste)" if p.waste > 0.005 else "") for p in row]
         shown.add_row(label, *cells)
     console.print(shown)
-    console.print(
-        "rollout workers of their own, with hardware of their own; a token takes as long with few as with many"
-    )
+    own = "rollout workers of their own, with hardware of their own"
+    console.print(f"{own}; a token takes as long with few as with many")
     return 0
 
 
 def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], found: list[Process]) -> None:
-    from rich.table import Table
-
     from verl.tracking.console import printable
 
     console = terminal()
@@ -223,47 +211,36 @@ def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], 
         f"{model.heads} heads ({model.kv_heads} of keys and values), vocabulary {model.vocabulary:,}"
     )
     console.print("\nBatch sizes", style="bold")
-    for word in words:
-        console.print(f"  {word}")
+    console.print(*(f"  {word}" for word in words), sep="\n")
     for process in found:
         many = f"{process.count} processes, each" if process.count > 1 else "one process"
-        table = Table(
-            "part", "GiB", title=f"{printable(process.name)} ({many}, {process.device})", title_justify="left"
-        )
-        table.columns[1].justify = "right"
+        shown = table("part", "GiB", title=f"{printable(process.name)} ({many}, {process.device})")
         for part, size in process.held.items():
-            table.add_row(part, f"{size / GIB:.2f}")
-        table.add_section()
+            shown.add_row(part, f"{size / GIB:.2f}")
+        shown.add_section()
         for stage, parts in process.stages.items():
             here = stage == process.peak_stage
-            table.add_row(f"{stage} needs beside", f"{sum(parts.values()) / GIB:.2f}", style="bold" if here else "dim")
+            shown.add_row(f"{stage} needs beside", f"{sum(parts.values()) / GIB:.2f}", style="bold" if here else "dim")
             for part, size in parts.items():
                 if size:
-                    table.add_row(f"  {part}", f"{size / GIB:.2f}", style=None if here else "dim")
-        table.add_section()
-        table.add_row(f"peak, in {process.peak_stage}", f"{process.peak / GIB:.2f}", style="bold")
-        console.print()
-        console.print(table)
+                    shown.add_row(f"  {part}", f"{size / GIB:.2f}", style=None if here else "dim")
+        shown.add_section()
+        shown.add_row(f"peak, in {process.peak_stage}", f"{process.peak / GIB:.2f}", style="bold")
+        console.print("", shown, sep="\n")
 
 
-def _print_time(stages: list[Any], source: str | None) -> None:
-    from rich.table import Table
-
+def _print_time(stages: list[Stage], source: str | None) -> None:
     console = terminal()
     if source is None:
         console.print("\nStep time: give --tflops and --bandwidth of one GPU; there is none here to measure")
         return
-    table = Table("stage", "tokens", "TFLOP", "seconds", title="One step", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    shown = table("stage", "tokens", "TFLOP", "seconds", title="One step")
     for stage in stages:
-        table.add_row(stage.name, f"{stage.tokens:,}", _short(stage.flops / 1e12), _short(stage.seconds))
-    table.add_section()
+        shown.add_row(stage.name, f"{stage.tokens:,}", _short(stage.flops / 1e12), _short(stage.seconds))
+    shown.add_section()
     flops, seconds = sum(stage.flops for stage in stages), sum(stage.seconds for stage in stages)
-    table.add_row("together", "", _short(flops / 1e12), _short(seconds), style="bold")
-    console.print()
-    console.print(table)
-    console.print(source)
+    shown.add_row("together", "", _short(flops / 1e12), _short(seconds), style="bold")
+    console.print("", shown, source, sep="\n")
 
 
 def _short(number: float) -> str:
@@ -272,8 +249,6 @@ def _short(number: float) -> str:
 
 def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | None, least: int, gpu: bool) -> None:
     from rich.text import Text
-
-    from verl.diagnostics.plan import SPARE
 
     console = terminal()
     of = "of a GPU" if gpu else "of this machine"
@@ -289,6 +264,4 @@ def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | Non
             "(cluster.placement) would make it fit."
         )
         return
-    console.print("With these settings it fits:")
-    for word in advice:
-        console.print(f"  {word}")
+    console.print("With these settings it fits:", *(f"  {word}" for word in advice), sep="\n")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, above_zero, command, group, histogram, positive, print_json, terminal
+from verl.cli.arguments import Commands, above_zero, command, group, histogram, positive, print_json, progress, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ WIDTH = 200  # characters of a shown response
 
 def add(commands: Commands) -> None:
     reward = group(commands, "reward", "try a reward before a run")
-    test = command(reward, "test", _test)
+    test = command(reward, "test", _test, json="the report as JSON, with every score")
     test.add_argument("what", metavar="WHAT", help="a file of your own, or a rule: gsm8k, math, ..., auto")
     test.add_argument("--data", metavar="DATA", help="a data file as training takes it")
     test.add_argument("--responses", metavar="FILE", help="JSON lines with responses, or the samples of a run")
@@ -34,7 +34,6 @@ def add(commands: Commands) -> None:
     test.add_argument("--answer-key", metavar="COLUMN", help="default: the usual names")
     test.add_argument("--response-key", metavar="COLUMN", help="default: response, completion, output")
     test.add_argument("--plain", action="store_true", help="no progress bar")
-    test.add_argument("--json", action="store_true", help="the report as JSON, with every score")
 
 
 def _test(arguments: argparse.Namespace) -> None:
@@ -52,7 +51,6 @@ def _test(arguments: argparse.Namespace) -> None:
     --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
     """
 
-    from verl.cli.arguments import progress
     from verl.data.options import parse_options
     from verl.rewards.trial import read_tried, reward_config, try_reward, with_other_truths
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, group, not_negative, print_json
+from verl.cli.arguments import Commands, a_run, command, group, nonnegative, print_json
 from verl.json_lines import json_line
 
 if TYPE_CHECKING:
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     run = group(commands, "run", "look at runs")
-    listing, show, scale = command(run, "list", _list), command(run, "show", _show), command(commands, "scale", _scale)
-    watch, profile = command(commands, "watch", _watch), command(commands, "profile", _profile)
-    serve, report = command(commands, "serve", _serve), command(commands, "report", _report)
+    listing, show = command(run, "list", _list, json="as JSON"), command(run, "show", _show, json="as JSON")
+    watch = command(commands, "watch", _watch, json="one picture as JSON")
+    profile, scale = command(commands, "profile", _profile, json="as JSON"), command(commands, "scale", _scale)
+    serve = command(commands, "serve", _serve, json="the address as JSON")
+    report = command(commands, "report", _report, json="the path as JSON")
     for one in (show, scale, watch, profile):
-        one.add_argument("run", help="name of a run in runs/, or a path")
+        one.add_argument("run", type=a_run, help="name of a run in runs/, or a path")
     for several in (serve, report):
-        several.add_argument("run", nargs="+", help="name of a run in runs/, or a path; several are compared")
+        help = "name of a run in runs/, or a path; several are compared"
+        several.add_argument("run", nargs="+", type=a_run, help=help)
     listing.add_argument("root", nargs="?", default="runs", help="default runs/")
     scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="how many there shall be")
     watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's gets a token")
-    serve.add_argument("--port", type=not_negative, default=8266, help="default 8266; 0: any that is free")
+    serve.add_argument("--port", type=nonnegative, default=8266, help="default 8266; 0: any that is free")
     report.add_argument("--out", type=Path, help="file to write (default: report.html or compare.html in the run)")
-    for parser, help in ((watch, "one picture as JSON"), (serve, "the address as JSON"), (report, "the path as JSON")):
-        parser.add_argument("--json", action="store_true", help=help)
-    for parser in (listing, show, profile):
-        parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _watch(arguments: argparse.Namespace) -> None:
@@ -45,14 +44,12 @@ def _watch(arguments: argparse.Namespace) -> None:
     """
     from rich.console import Console
 
-    from verl.tracking.runs import find_run
     from verl.tracking.watch import Watcher, watch
 
-    run = find_run(arguments.run)
     if arguments.json:
-        print_json(Watcher(run).snapshot())
+        print_json(Watcher(arguments.run).snapshot())
     else:
-        watch(run, Console(highlight=False), arguments.once)
+        watch(arguments.run, Console(highlight=False), arguments.once)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
@@ -60,15 +57,15 @@ def _profile(arguments: argparse.Namespace) -> None:
 
     verl profile runs/first
     """
-    from verl.diagnostics.profile import profile_run, words
-    from verl.tracking.runs import find_run
+    from dataclasses import asdict
 
-    profile = profile_run(find_run(arguments.run))
+    from verl.diagnostics.profile import profile_run, words
+
+    profile = profile_run(arguments.run)
     if arguments.json:
-        print_json(profile.to_json())
-        return
-    for line in words(profile):
-        print(line)
+        print_json(asdict(profile))
+    else:
+        print("\n".join(words(profile)))
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -83,10 +80,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     serve(server)
 
 
-def _distinct(names: list[str]) -> list[RunDir]:
-    from verl.tracking.runs import find_run
-
-    return list({run.path.resolve(): run for run in map(find_run, names)}.values())
+def _distinct(runs: list[RunDir]) -> list[RunDir]:
+    return list({run.path.resolve(): run for run in runs}.values())
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -112,9 +107,8 @@ def _scale(arguments: argparse.Namespace) -> None:
     from verl.config import load_config
     from verl.errors import ConfigError, VerlError
     from verl.run_dir import write_atomic
-    from verl.tracking.runs import find_run
 
-    run, wanted = find_run(arguments.run), arguments.rollout_workers
+    run, wanted = arguments.run, arguments.rollout_workers
     config = load_config(str(run.config), []).config
     least, most = config.rollout.min_workers, config.rollout.max_workers
     if not run.is_locked():
@@ -124,8 +118,7 @@ def _scale(arguments: argparse.Namespace) -> None:
         raise ConfigError("the run has no rollout workers of its own", str(run.path), fix)
     if not (least or 1) <= wanted <= (most or wanted):
         limits = f"rollout.min_workers={least or 1}, rollout.max_workers={most}"
-        fix = "ask for a number within"
-        raise ConfigError(f"--rollout-workers is outside the run's limits ({limits})", wanted, fix)
+        raise ConfigError(f"--rollout-workers is outside the run's limits ({limits})", wanted, "ask for one within")
     write_atomic(run.wishes, json_line({"rollout_workers": wanted}) + "\n")
     print(f"asked {run.path} for {wanted} rollout workers; its events.log tells when they come and go")
 
@@ -192,9 +185,9 @@ def _show(arguments: argparse.Namespace) -> None:
     """
     from rich.console import Console
 
-    from verl.tracking.runs import describe, find_run
+    from verl.tracking.runs import describe
 
-    run = describe(find_run(arguments.run))
+    run = describe(arguments.run)
     if arguments.json:
         print_json(run.to_json())
     else:
@@ -237,7 +230,8 @@ def print_run(console: Console, run: RunDescription) -> None:
         console.print()
         say("time", shares(run.stages))
     if run.checkpoints:
-        say("checkpoint", f"step {run.checkpoints[-1]}" + _others(run.checkpoints[:-1]))
+        *others, newest = map(str, run.checkpoints)
+        say("checkpoint", f"step {newest}" + (f" (also {', '.join(others)})" if others else ""))
     for warning in run.warnings:
         say("warning", warning, "yellow")
     for event in run.events:
@@ -259,7 +253,3 @@ def _progress(run: RunOverview) -> str:
     took = f", {duration(run.seconds)} of work" if run.seconds is not None else ""
     reason = f" ({run.reason})" if run.reason else ""
     return f"{run.status}{reason}: {run.steps}{of} steps{took}"
-
-
-def _others(steps: list[int]) -> str:
-    return f" (also {', '.join(map(str, steps))})" if steps else ""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.cli.arguments import Commands, command, group, positive, settings
+from verl.cli.arguments import Commands, a_run, command, group, positive, settings
 from verl.cli.generate import DTYPES
 from verl.errors import ConfigError
 from verl.json_lines import json_line
@@ -23,14 +23,13 @@ def add(commands: Commands) -> None:
         parser.add_argument("words", nargs="*", metavar="CONFIG.yaml | key=value", help=words)
         parser.add_argument("--plain", action="store_true", help="plain lines, also on a terminal")
 
-    listing = command(commands, "presets", _presets)
-    listing.add_argument("--json", action="store_true", help="{name: what it sets up}")
+    command(commands, "presets", _presets, json="{name: what it sets up}")
 
     get = command(group(commands, "model", "models that VeRL knows by name"), "get", _model_get)
     get.add_argument("model", help="smollm2-135m, tiny-llama, a folder, a GGUF file or a hub id")
 
     export = command(commands, "export", _export)
-    export.add_argument("run", help="name of a run in runs/, or a path")
+    export.add_argument("run", type=a_run, help="name of a run in runs/, or a path")
     export.add_argument("--to", required=True, help="the folder to write")
     export.add_argument("--step", type=positive, help="of which checkpoint (default: the newest)")
     export.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
@@ -142,14 +141,11 @@ def _export(arguments: argparse.Namespace) -> None:
     from verl.checkpoint.export import export_hf
     from verl.checkpoint.store import CheckpointStore
     from verl.errors import CheckpointError
-    from verl.tracking.runs import find_run
 
-    run = find_run(arguments.run)
-    store = CheckpointStore(run.checkpoints)
+    store = CheckpointStore(arguments.run.checkpoints)
     which = arguments.step if arguments.step is not None else store.latest()
     if which is None:
         fix = "train with trainer.save_freq above 0"
-        raise CheckpointError("the run has no complete checkpoint", str(run.path), fix)
+        raise CheckpointError("the run has no complete checkpoint", str(arguments.run.path), fix)
     checkpoint = store.open(which)
-    target = export_hf(checkpoint, Path(arguments.to), arguments.dtype)
-    print(f"step {checkpoint.step} written to {target}")
+    print(f"step {checkpoint.step} written to {export_hf(checkpoint, Path(arguments.to), arguments.dtype)}")

@@ -90,9 +90,9 @@ def field(default: Any, about: str, **more: Any) -> Any:
     return Field(default, description=about, **more)
 
 
-def part(section: type[Section], description: str | None = None) -> Any:
-    """A field that is a section with its defaults; described by the section's docstring, or in other words."""
-    return Field(default_factory=section, description=description)
+def part(section: type[Section]) -> Any:
+    """A field that is a section with its defaults; described by the section's docstring unless it has its own."""
+    return Field(default_factory=section)
 
 
 def in_stage(where: str) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class _Sizes:
 
 
 def ranks(config: Config, role: str = "actor") -> int | None:
-    """Ranks of a role, if the configuration alone tells them: a CPU machine trains as one, unless asked for more."""
+    """Processes of a role other than rollout, if the configuration alone tells them and not the machine's GPUs: a CPU
+    machine trains as one, unless asked for more."""
     cluster, trainer = config.cluster, config.trainer
     own = cluster.processes_of(role)
     if own is not None or cluster.placement.pool_of(role) != cluster.placement.actor:
@@ -120,7 +121,8 @@ def plan(config: Config, role: str, over: int | None) -> BatchPlan:
 
 
 def reference_limits(config: Config) -> tuple[int | None, int | None]:
-    """Responses or tokens in one forward pass of the reference: its own limit, else the actor's."""
+    """Responses and tokens in one forward pass of the reference on one rank: its own limit, else the actor's; one of
+    them is None."""
     ref, actor = config.ref, config.actor
     rows, tokens = ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
     dynamic = ref.log_prob_use_dynamic_bsz

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config import batches
 from verl.config.problems import Problem, raise_problems
-from verl.config.schema_roles import ScheduleConfig
 
 if TYPE_CHECKING:
     from verl.config.schema import Config
@@ -76,12 +75,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
     for name, wrong, does, right in (
         ("top_p", rollout.top_p < 1, " below 1 cuts off the tail", "=1.0"),
         ("top_k", rollout.top_k > 0, " cuts off the tail", "=-1"),
-        (
-            "temperature",
-            rollout.temperature == 0,
-            "=0 makes all responses of a group the same",
-            " above 0, usually 1.0",
-        ),
+        ("temperature", not rollout.temperature, "=0 makes all responses of a group the same", " above 0, usually 1.0"),
     ):
         if wrong:
             fix = f"set rollout.{name}{right} (rollout.val_kwargs.{name} is free)"
@@ -91,19 +85,14 @@ def _sampling(config: Config) -> Iterator[Problem]:
         fix = "set rollout.val_kwargs.temperature above 0, or leave do_sample out"
         yield Problem(what, "do_sample true, temperature 0", fix)
     if config.algorithm.mask_truncated and rollout.ignore_eos and not (rollout.stop or rollout.stop_token_ids):
-        what = (
-            "rollout.ignore_eos=true cuts every response, and algorithm.mask_truncated=true trains on none that is cut"
-        )
+        what = "rollout.ignore_eos=true cuts every response, and algorithm.mask_truncated=true trains on no cut one"
         fix = "set one of them to false, or give rollout.stop or rollout.stop_token_ids"
         yield Problem(what, "nothing would be trained", fix)
 
 
 def _groups(config: Config) -> Iterator[Problem]:
-    algorithm, one, n = (
-        config.algorithm,
-        "rollout.n = 1 response per prompt",
-        "set rollout.n to 2 or more (often 8), or",
-    )
+    algorithm, one = config.algorithm, "rollout.n = 1 response per prompt"
+    n = "set rollout.n to 2 or more (often 8), or"
     if config.rollout.n > 1:
         return
     if algorithm.compares_group:
@@ -113,9 +102,7 @@ def _groups(config: Config) -> Iterator[Problem]:
         )
         yield Problem(what, one, f"{n} use algorithm.adv_estimator=gae, reinforce_plus_plus or remax")
     if algorithm.filter_groups.enable:
-        what = (
-            "algorithm.filter_groups keeps prompts whose responses differ; of rollout.n=1 no prompt would ever be kept"
-        )
+        what = "algorithm.filter_groups keeps prompts whose responses differ; of rollout.n=1 none would ever be kept"
         yield Problem(what, one, f"{n} algorithm.filter_groups.enable=false")
 
 
@@ -124,9 +111,7 @@ def _gdpo(config: Config) -> Iterator[Problem]:
         return
     keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     if not keys:
-        what = (
-            "algorithm.adv_estimator=gdpo normalises several rewards apart, and algorithm.gdpo_reward_keys names none"
-        )
+        what = "algorithm.adv_estimator=gdpo normalises several rewards apart; algorithm.gdpo_reward_keys names none"
         fix = "name keys of the dict that the reward function returns, for example [accuracy, format]"
         yield Problem(what, keys, fix)
     elif weights is not None and len(weights) != len(keys):
@@ -182,9 +167,7 @@ def _policy_loss(config: Config) -> Iterator[Problem]:
     loss, correction = config.actor.policy_loss, config.algorithm.rollout_correction
     low, high = loss.clip_cov_lb, loss.clip_cov_ub
     if low >= high:
-        what = (
-            "actor.policy_loss.clip_cov_lb must be below actor.policy_loss.clip_cov_ub: no covariance is between them"
-        )
+        what = "actor.policy_loss.clip_cov_lb must be below actor.policy_loss.clip_cov_ub: nothing is between them"
         yield Problem(what, f"{low:g}, {high:g}", "use for example 1.0 and 5.0")
     if loss.path is None and loss.loss_mode == "decoupled" and (correction.bypass_mode or correction.rollout_is):
         key = f"algorithm.rollout_correction.{'bypass_mode' if correction.bypass_mode else 'rollout_is'}"
@@ -216,10 +199,7 @@ def _bypass(config: Config) -> Iterator[Problem]:
     correction, loss = config.algorithm.rollout_correction, config.actor.policy_loss
     bypass, section = correction.bypass_mode, "algorithm.rollout_correction"
     if bypass and config.actor.recompute_old_log_probs == "always":
-        what = (
-            f"{section}.bypass_mode takes the engine's log-probs as old ones, and actor.recompute_old_log_probs=always "
-            "recomputes them"
-        )
+        what = f"{section}.bypass_mode takes the engine's log-probs as old ones, which are not recomputed then"
         yield Problem(what, "bypass_mode true, recompute_old_log_probs always", "remove one of them")
     if bypass and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
         what = (
@@ -239,10 +219,12 @@ def _bypass(config: Config) -> Iterator[Problem]:
 
 def _schedules(config: Config) -> Iterator[Problem]:
     actor = config.actor
-    for name, start in (("clip_ratio", actor.clip_high), ("entropy_coeff", actor.entropy_coeff),
-                        ("kl_loss_coef", actor.kl_loss_coef)):  # fmt: skip
-        key, schedule = f"actor.{name}", getattr(actor, f"{name}_schedule")
-        assert isinstance(schedule, ScheduleConfig)
+    for name, start, schedule in (
+        ("clip_ratio", actor.clip_high, actor.clip_ratio_schedule),
+        ("entropy_coeff", actor.entropy_coeff, actor.entropy_coeff_schedule),
+        ("kl_loss_coef", actor.kl_loss_coef, actor.kl_loss_coef_schedule),
+    ):
+        key = f"actor.{name}"
         kind, (low, high) = f"{key}_schedule.type={schedule.type}", schedule.bounds(start)
         if schedule.type in ("linear", "cosine") and schedule.end is None:
             yield Problem(f"{kind} needs {key}_schedule.end", None, "set it to the value after the last step")
@@ -307,11 +289,7 @@ def _streamed(config: Config) -> Iterator[Problem]:
         ("algorithm.custom_estimator.path", own, f"an estimator of your own may use statistics {whole}"),
         (f"reward.scaling={scaling}", scaling != "none", f"it takes the deviation {whole}"),
         ("algorithm.filter_groups.enable=true", algorithm.filter_groups.enable, "it samples batch by batch"),
-        (
-            "actor.recompute_old_log_probs=always",
-            recomputes,
-            f"it needs {moved}: the engine's log-probs are the old ones",
-        ),
+        ("actor.recompute_old_log_probs=always", recomputes, f"it needs {moved}: old log-probs are the engine's"),
         ("algorithm.rollout_correction", corrects, compares),
         (f"algorithm.kl_penalty={kl}", penalises and kl.startswith("full"), f"it needs {moved}"),
     ):

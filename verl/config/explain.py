@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -184,19 +184,24 @@ def select(loaded: LoadedConfig, only: Sequence[str] = (), changed: bool = False
 
 def tree(loaded: LoadedConfig, keys: Iterable[str], with_origins: bool = True) -> list[tuple[str, str]]:
     """Lines of YAML, each with its origin as a comment (empty for sections, and where none is wanted)."""
-    values, opened, lines = values_of(loaded.config), set(), []
-    for key in keys:
-        *parents, name = key.split(".")
-        for depth, parent in enumerate(parents):
-            if (section := tuple(parents[: depth + 1])) not in opened:
-                opened.add(section)
-                lines.append(("  " * depth + parent + ":", ""))
-        missing = key in loaded.missing
-        origin = "required, not given" if missing else visible(str(loaded.origins[key]))
-        text = OPEN if missing else one_line(escape(values[key]))
-        lines.append(("  " * len(parents) + f"{name}: {text}", f"# {origin}" if with_origins else ""))
+    values = values_of(loaded.config)
+    texts = {key: OPEN if key in loaded.missing else one_line(escape(values[key])) for key in keys}
+    origins = {key: f"# {visible(str(origin))}" for key, origin in loaded.origins.items() if with_origins}
+    origins |= dict.fromkeys(loaded.missing if with_origins else (), "# required, not given")
+    lines = outline(texts, origins)
     width = max((len(line) for line, origin in lines if origin and len(line) <= _WIDEST), default=0)
     return [(f"{line:{width}}  " if origin else line, origin) for line, origin in lines]
+
+
+def outline(texts: Mapping[str, str], comments: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Lines of YAML of dotted keys and their values, each with its comment, if it has one."""
+    lines: dict[str, tuple[str, str]] = {}
+    for key, text in texts.items():
+        *parents, name = key.split(".")
+        for depth, parent in enumerate(parents):
+            lines.setdefault(".".join(parents[: depth + 1]), (f"{'  ' * depth}{parent}:", ""))
+        lines[key] = (f"{'  ' * len(parents)}{name}: {text}", comments.get(key, ""))
+    return list(lines.values())
 
 
 def as_json(loaded: LoadedConfig, keys: Iterable[str]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from verl.config import batches, checks, notices
+from verl.config import batches, checks
 from verl.config.base import Section, part
 from verl.config.batches import BatchPlan, SamplingPlan
+from verl.config.notices import notices as all_notices
 from verl.config.schema_cluster import TRAINED, ClusterConfig, ProfilerConfig
 from verl.config.schema_data import DataConfig, ModelConfig
 from verl.config.schema_reward import RewardConfig
@@ -58,9 +59,10 @@ class Config(Section):
         checks.check(self)
         return self
 
-    def notices(self) -> list[str]:
-        """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
-        return notices.notices(self)
+    notices = all_notices
+    ranks_of = batches.ranks
+    nodes_of = batches.nodes
+    reference_batch = batches.reference_limits
 
     @property
     def run_dir(self) -> Path:
@@ -145,14 +147,6 @@ class Config(Section):
         """Training ranks of the actor; None where the machine decides (its number of GPUs)."""
         return batches.ranks(self)
 
-    def ranks_of(self, role: str) -> int | None:
-        """Processes in the pool of a role other than rollout; None as for :attr:`ranks`."""
-        return batches.ranks(self, role)
-
-    def nodes_of(self, pool: str) -> int:
-        """Machines that the training ranks of a pool are spread over."""
-        return batches.nodes(self, pool)
-
     def device_of(self, role: str) -> str:
         """Where a role other than rollout computes: auto, cpu or cuda."""
         cluster = self.cluster
@@ -167,16 +161,11 @@ class Config(Section):
         """How the critic goes through a batch; arguments and errors as :meth:`actor_batch`."""
         return batches.plan(self, "critic", ranks)
 
-    def reference_batch(self) -> tuple[int | None, int | None]:
-        """Responses and tokens in one forward pass of the reference on one rank; exactly one of them is None."""
-        return batches.reference_limits(self)
-
     @property
     def training_sampling(self) -> SamplingPlan:
         """What the engine is asked for in training."""
         rollout = self.rollout
-        baseline = self.algorithm.uses("remax")
-        return SamplingPlan(rollout.temperature, rollout.top_p, rollout.top_k, rollout.n, baseline)
+        return SamplingPlan(rollout.temperature, rollout.top_p, rollout.top_k, rollout.n, self.algorithm.uses("remax"))
 
     @property
     def validation_sampling(self) -> SamplingPlan:
@@ -190,13 +179,9 @@ class Config(Section):
         ConfigError: the training set does not fill one batch."""
         batch = self.data.train_batch_size
         if num_prompts < (batch if self.data.drop_last else 1):
-            raise ConfigError(
-                f"data.train_files do not fill one batch of data.train_batch_size={batch} prompts",
-                f"{num_prompts} prompts",
-                f"set data.train_batch_size to at most {num_prompts} prompts, or give more data"
-                if num_prompts
-                else "give data files with at least one usable prompt",
-            )
+            what = f"data.train_files do not fill one batch of data.train_batch_size={batch} prompts"
+            fix = f"set data.train_batch_size to at most {num_prompts} prompts, or give more data"
+            raise ConfigError(what, f"{num_prompts} prompts", fix if num_prompts else "give files with a usable prompt")
         if self.trainer.total_training_steps is not None:
             return self.trainer.total_training_steps
         per_epoch = num_prompts // batch if self.data.drop_last else -(-num_prompts // batch)

@@ -130,11 +130,8 @@ def check_kl_type(value: str) -> str:
     """A KL estimator's name, with or without the trailing + of the straight-through gradient."""
     name = value.removesuffix("+")
     if name not in KL_TYPES:
-        raise FieldProblem(
-            "is not a KL estimator",
-            f"{did_you_mean(name, KL_TYPES)}use one of {', '.join(KL_TYPES)}, "
-            "each with an optional trailing + (straight-through gradient)",
-        )
+        kinds = f"use one of {', '.join(KL_TYPES)}, each with an optional trailing + (straight-through gradient)"
+        raise FieldProblem("is not a KL estimator", did_you_mean(name, KL_TYPES) + kinds)
     return value
 
 
@@ -225,14 +222,12 @@ class ActorConfig(Section):
     tau_pos: Number = field(1.0, "sapo: temperature of the gate at positive advantages.", gt=0)
     tau_neg: Number = field(1.05, "sapo: temperature of the gate at other advantages.", gt=0)
     entropy_coeff: Number = field(0.0, "Weight of the entropy bonus in the loss.", ge=0)
-    entropy_coeff_schedule: ScheduleConfig = part(
-        ScheduleConfig, "How that weight moves; adaptive: target is actor/entropy, in nats."
-    )
+    entropy_coeff_schedule: ScheduleConfig = part(ScheduleConfig)
+    """How that weight moves; adaptive: target is actor/entropy, in nats."""
     use_kl_loss: bool = field(False, "Add a KL term against the reference model to the loss.")
     kl_loss_coef: Number = field(0.001, "Weight of that KL term.", ge=0)
-    kl_loss_coef_schedule: ScheduleConfig = part(
-        ScheduleConfig, "How that weight moves; adaptive: target is actor/kl_loss, in nats."
-    )
+    kl_loss_coef_schedule: ScheduleConfig = part(ScheduleConfig)
+    """How that weight moves; adaptive: target is actor/kl_loss, in nats."""
     kl_loss_type: KlType = "low_var_kl"
     """Estimator of that KL term: kl|k1, abs, mse|k2, low_var_kl|k3, or full (over the vocabulary); a trailing + takes
     the value from this estimator and the gradient from k2 (straight-through)."""

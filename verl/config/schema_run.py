@@ -189,18 +189,9 @@ class AlgorithmConfig(Section):
     acts_in: ClassVar[str] = "process: advantages"
 
     adv_estimator: Literal[
-        "gae",
-        "grpo",
-        "grpo_passk",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "gpg",
-        "gdpo",
-        "maxrl",
-    ] = "gae"
+        "gae", "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
+        "gpg", "gdpo", "maxrl",
+    ] = "gae"  # fmt: skip
     """Advantage estimator; gae: PPO's, with a critic. All: docs/algorithms.md."""
     custom_estimator: CustomEstimatorConfig = part(CustomEstimatorConfig)
     gamma: Number = field(1.0, "Discount from one token to the next.", ge=0, le=1)

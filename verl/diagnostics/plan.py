@@ -75,11 +75,11 @@ class Pack:
 def pack(rows: int, n: int, lengths: Lengths, shared: bool) -> Pack:
     """So many responses, n of each prompt; the last token of a response is not part of it."""
     prompt, rest = lengths.prompt, lengths.response - 1
-    keys = _up(prompt + rest, 32)
-    segments = [(rows, _up(rest, 8), keys)] if shared else [(rows, _up(prompt + rest, 8), keys)]
+    keys = up(prompt + rest, 32)
+    segments = [(rows, up(rest, 8), keys)] if shared else [(rows, up(prompt + rest, 8), keys)]
     groups = -(-rows // n) if shared else rows
     if shared:
-        segments.append((groups, _up(prompt, 8), _up(prompt, 32)))
+        segments.append((groups, up(prompt, 8), up(prompt, 32)))
     return Pack(
         rows,
         groups * prompt + rows * rest,
@@ -296,7 +296,7 @@ def _rollout(
     }
 
 
-def _up(number: int, multiple: int) -> int:
+def up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl.errors import VerlError
 from verl.json_lines import json_line
@@ -43,9 +42,6 @@ class Profile:
     operators: list[Operators]
     timeline: str  # the file
     traces: list[str]  # folders
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def profile_run(run_dir: RunDir) -> Profile:

@@ -303,7 +303,7 @@ SCHEDULES: tuple[tuple[str, Mode, int], ...] = (
 )
 
 
-def table(setting: Setting, workers: Sequence[int]) -> dict[str, list[Predicted]]:
+def schedules(setting: Setting, workers: Sequence[int]) -> dict[str, list[Predicted]]:
     """Every schedule with each of these numbers of workers."""
     steps = max(6, min(30, EVENTS // (setting.prompts * setting.n)))
     found: dict[str, list[Predicted]] = {}

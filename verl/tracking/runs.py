@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.config.names import did_you_mean
 from verl.config.schema_supervised import RewardModelTrainingConfig, SftConfig, schema_of
+from verl.diagnostics.evidence import few
 from verl.errors import VerlError
 from verl.run_dir import EventRecord, RunDir
 from verl.tracking import facts, names
@@ -42,10 +43,8 @@ def find_run(name: str, root: Path = RUNS) -> RunDir:
                 return RunDir(folder)
     beside = path.parent if path.parent != Path() else root
     known = [run.path.name for run in runs_under(beside)] if beside.is_dir() else []
-    listed = ", ".join(known[:SHOWN_NAMES]) + (
-        f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
-    )
-    fix = f"{did_you_mean(path.name, known)}runs in {beside}: {listed}" if known else f"there are no runs in {beside}"
+    there = f"{did_you_mean(path.name, known)}runs in {beside}: {few(known, SHOWN_NAMES)}"
+    fix = there if known else f"there are no runs in {beside}"
     if path.exists():
         raise VerlError("not a run folder (none of a run's files is in it)", name, fix)
     raise VerlError("no such run folder", name, f"{fix} (see verl run list)")

@@ -131,9 +131,7 @@ def trace(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 SHOWN_STEPS, MARKS = 4, 1000  # of the report's picture: the last steps, and its width in marks
-LONG_PAUSE = (
-    3600.0  # seconds between two steps: the run lay stopped, or the clock was set, and the picture begins behind
-)
+LONG_PAUSE = 3600.0  # seconds between two steps: it lay stopped, or the clock was set; the picture begins behind
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

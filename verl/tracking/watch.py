@@ -169,9 +169,8 @@ def _cost_lines(recent: Sequence[dict[str, Any]]) -> list[Text]:
 
 def _event(event: EventRecord) -> str:
     where = f" (step {event.step})" if event.step is not None else ""
-    return (
-        f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.kind} {event.subject}{where}: {event.detail}"
-    )
+    when = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return f"{when} {event.kind} {event.subject}{where}: {event.detail}"
 
 
 def _line(label: str, text: str, style: str = "") -> Text:
