@@ -147,7 +147,6 @@ def a_run(name: str) -> RunDir:
 
 
 def print_json(value: Any) -> None:
-    """What ``--json`` prints: one line of strict JSON."""
     print(json_line(value), flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,6 @@ def _profile(arguments: argparse.Namespace) -> None:
 
     verl profile runs/first
     """
-    from dataclasses import asdict
-
     from verl.diagnostics.profile import profile_run, words
 
     profile = profile_run(arguments.run)
@@ -128,8 +127,6 @@ def _list(arguments: argparse.Namespace) -> None:
 
     verl run list --json
     """
-    from dataclasses import asdict
-
     from rich.console import Console
 
     from verl.tracking.runs import overview, runs_under
@@ -189,7 +186,8 @@ def _show(arguments: argparse.Namespace) -> None:
 
     run = describe(arguments.run)
     if arguments.json:
-        print_json(run.to_json())
+        parts = asdict(run)
+        print_json(parts.pop("overview") | parts)
     else:
         print_run(Console(highlight=False), run)
 

@@ -61,7 +61,7 @@ class _Sizes:
     dynamic: bool
     max_tokens: int
     epochs: int
-    accumulation: int | None = None
+    accumulation: int | None
 
 
 def ranks(config: Config, role: str = "actor") -> int | None:
@@ -87,25 +87,20 @@ def nodes(config: Config, pool: str) -> int:
 
 
 def _sizes(config: Config, role: str) -> _Sizes:
-    actor, critic = config.actor, config.critic
-    mini, micro = "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"
-    if role == "actor":
-        rows = None if actor.dynamic else actor.ppo_micro_batch_size_per_gpu
-        sizes = (f"actor.{mini}", actor.ppo_mini_batch_size, f"actor.{micro}", rows, actor.dynamic)
-        return _Sizes(role, *sizes, actor.ppo_max_token_len_per_gpu, actor.ppo_epochs, actor.gradient_accumulation)
-    own_mini, own_micro = critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu
-    dynamic = critic.use_dynamic_bsz
+    actor, own = config.actor, config.critic if role == "critic" else config.actor
+    mini, micro, dynamic = own.ppo_mini_batch_size, own.ppo_micro_batch_size_per_gpu, own.use_dynamic_bsz
     if dynamic is None:
-        dynamic = own_micro is None and actor.dynamic
+        dynamic = micro is None and actor.dynamic
     return _Sizes(
         role,
-        f"{'actor' if own_mini is None else 'critic'}.{mini}",
-        own_mini or actor.ppo_mini_batch_size,
-        f"{'actor' if own_micro is None else 'critic'}.{micro}",
-        None if dynamic else own_micro or actor.ppo_micro_batch_size_per_gpu,
+        f"{'actor' if mini is None else role}.ppo_mini_batch_size",
+        mini or actor.ppo_mini_batch_size,
+        f"{'actor' if micro is None else role}.ppo_micro_batch_size_per_gpu",
+        None if dynamic else micro or actor.ppo_micro_batch_size_per_gpu,
         dynamic,
-        critic.ppo_max_token_len_per_gpu,
-        critic.ppo_epochs or actor.ppo_epochs,
+        own.ppo_max_token_len_per_gpu,
+        own.ppo_epochs or actor.ppo_epochs,
+        actor.gradient_accumulation if role == "actor" else None,
     )
 
 
@@ -217,10 +212,7 @@ def _mode_problems(sizes: _Sizes) -> Iterator[Problem]:
         what, key = f"{role}.use_dynamic_bsz=false needs a micro-batch size", f"{role}.ppo_micro_batch_size_per_gpu"
         yield Problem(what, f"{key} is null", f"set {key} (responses in one backward pass on one rank)")
     if sizes.dynamic and sizes.accumulation is not None:
-        what = (
-            f"{role}.gradient_accumulation has no meaning with dynamic batching, where the tokens decide how many "
-            "micro-batches there are"
-        )
+        what = f"{role}.gradient_accumulation has no meaning with dynamic batching, where the tokens decide"
         fix = f"remove it, or set {sizes.micro_key} (responses) and leave {role}.use_dynamic_bsz out"
         yield Problem(what, sizes.accumulation, fix)
 

@@ -23,7 +23,6 @@ def check(config: Config) -> None:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
     return reduce(getattr, key.split("."), config)
 
 
@@ -102,7 +101,7 @@ def _groups(config: Config) -> Iterator[Problem]:
         )
         yield Problem(what, one, f"{n} use algorithm.adv_estimator=gae, reinforce_plus_plus or remax")
     if algorithm.filter_groups.enable:
-        what = "algorithm.filter_groups keeps prompts whose responses differ; of rollout.n=1 none would ever be kept"
+        what = "algorithm.filter_groups keeps prompts of unlike responses; of rollout.n=1 no prompt would ever be kept"
         yield Problem(what, one, f"{n} algorithm.filter_groups.enable=false")
 
 

@@ -69,7 +69,6 @@ def _own(key: str) -> str | None:
 
 
 def overview() -> str:
-    """All sections, with what each is about."""
     return "\n".join([*_table((key, _about(key)) for key in sections()), "", "verl config explain KEY says more."])
 
 
@@ -218,6 +217,5 @@ def as_json(loaded: LoadedConfig, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def difference(one: Section, other: Section) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, with both values."""
     theirs = values_of(other)
     return {key: (value, theirs[key]) for key, value in values_of(one).items() if value != theirs[key]}

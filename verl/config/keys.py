@@ -153,7 +153,6 @@ class Facts:
 
 
 def facts(key: str) -> Facts:
-    """Everything about a key that holds a value."""
     field, section = leaves()[key], owner(key)
     extra = field.json_schema_extra
     hints = list(_hints(field.annotation, field.metadata))

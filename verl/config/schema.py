@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from verl.config import batches, checks
+from verl.config import batches, checks, notices
 from verl.config.base import Section, part
 from verl.config.batches import BatchPlan, SamplingPlan
-from verl.config.notices import notices as all_notices
 from verl.config.schema_cluster import TRAINED, ClusterConfig, ProfilerConfig
 from verl.config.schema_data import DataConfig, ModelConfig
 from verl.config.schema_reward import RewardConfig
@@ -59,29 +58,33 @@ class Config(Section):
         checks.check(self)
         return self
 
-    notices = all_notices
-    ranks_of = batches.ranks
-    nodes_of = batches.nodes
-    reference_batch = batches.reference_limits
+    def notices(self) -> list[str]:
+        """One sentence for every setting that is accepted but has no effect, or not the one it seems to have."""
+        return notices.notices(self)
+
+    def ranks_of(self, role: str) -> int | None:
+        return batches.ranks(self, role)
+
+    def nodes_of(self, pool: str) -> int:
+        return batches.nodes(self, pool)
+
+    def reference_batch(self) -> tuple[int | None, int | None]:
+        return batches.reference_limits(self)
 
     @property
     def run_dir(self) -> Path:
-        """The folder that holds every file of the run."""
         return self.trainer.folder
 
     @property
     def uses_critic(self) -> bool:
-        """Whether a value model is trained."""
         return self.algorithm.uses_critic
 
     @property
     def off_policy(self) -> bool:
-        """Whether weights older than the trainer's may have sampled what is trained on."""
         return _off_policy(self.trainer.mode, self.trainer.max_staleness)
 
     @property
     def rollout_apart(self) -> bool:
-        """Whether rollout has worker processes of its own."""
         return (self.cluster.placement.rollout_alone or self.overlaps) and self.cluster.backend != "inline"
 
     @property
@@ -108,7 +111,6 @@ class Config(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference model is needed: some KL term is on."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
@@ -119,12 +121,10 @@ class Config(Section):
 
     @property
     def data_seed(self) -> int:
-        """Seed of the order of training prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
 
     @property
     def critic_model_path(self) -> str:
-        """The model that the critic starts from."""
         return self.critic.model.path or self.model.path
 
     @property
@@ -163,7 +163,6 @@ class Config(Section):
 
     @property
     def training_sampling(self) -> SamplingPlan:
-        """What the engine is asked for in training."""
         rollout = self.rollout
         return SamplingPlan(rollout.temperature, rollout.top_p, rollout.top_k, rollout.n, self.algorithm.uses("remax"))
 

@@ -72,12 +72,10 @@ class PlacementConfig(Section):
     rollout: StringList = field([], "Pools of rollout workers; none: the actor's processes sample.")
 
     def pool_of(self, role: str) -> str:
-        """The pool of a role other than rollout."""
         return getattr(self, role) or self.actor
 
     @property
     def rollout_alone(self) -> bool:
-        """Whether rollout has processes of its own."""
         return bool(self.rollout) and self.rollout != [self.actor]
 
 
@@ -121,7 +119,6 @@ class ClusterConfig(Section):
         return self.pool(name).processes or (None if name == self.placement.actor else 1)
 
     def problems(self) -> Iterator[Problem]:
-        """Places that do not fit together."""
         placement = self.placement
         known = dict.fromkeys([MAIN, *self.pools])
         named = {f"cluster.placement.{role}": placement.pool_of(role) for role in TRAINED}

@@ -23,7 +23,6 @@ Dtype = Annotated[
 
 
 def check_some_files(value: list[str]) -> list[str]:
-    """At least one file."""
     if not value:
         raise FieldProblem("names no file", "give at least one parquet or jsonl file")
     return value

@@ -31,7 +31,6 @@ class PolicyLossConfig(Section):
 
     @property
     def needs_draws(self) -> bool:
-        """Whether the loss is given random numbers."""
         return self.path is not None or self.loss_mode in ("clip_cov", "kl_cov")
 
 
@@ -242,17 +241,14 @@ class ActorConfig(Section):
 
     @property
     def clip_low(self) -> float:
-        """Clip range below 1 that the loss uses."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
 
     @property
     def clip_high(self) -> float:
-        """Clip range above 1 that the loss uses."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     @property
     def dynamic(self) -> bool:
-        """Whether micro-batches are filled by tokens."""
         if self.use_dynamic_bsz is None:
             return self.ppo_micro_batch_size_per_gpu is None
         return self.use_dynamic_bsz

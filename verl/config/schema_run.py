@@ -59,7 +59,6 @@ class ValSamplingConfig(Section):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
         return self.temperature == 0 or self.do_sample is False
 
 
@@ -215,12 +214,10 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> str:
-        """The name of the estimator in use, the user's own or a built-in one."""
         return self.adv_estimator if self.custom_estimator.path is None else self.custom_estimator.name
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the estimator needs values."""
         return self.uses("gae") or (self.custom_estimator.path is not None and self.custom_estimator.critic)
 
     @property
@@ -230,7 +227,6 @@ class AlgorithmConfig(Section):
         return self.custom_estimator.path is None and self.adv_estimator not in alone
 
     def uses(self, estimator: str) -> bool:
-        """Whether this built-in estimator is in use."""
         return self.custom_estimator.path is None and self.adv_estimator == estimator
 
 
@@ -336,7 +332,6 @@ class TrainerConfig(Section):
         return Path(expandvars(self.default_local_dir or f"runs/{self.experiment_name}")).expanduser()
 
     def problems(self) -> Iterator[Problem]:
-        """Values that do not fit together."""
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             fix = "set trainer.resume_from_path to a checkpoint folder, or trainer.resume_mode=auto"
             yield Problem("trainer.resume_mode=resume_path needs trainer.resume_from_path", self.resume_from_path, fix)

@@ -124,7 +124,6 @@ class SupervisedConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """The folder that holds every file of the run."""
         return self.trainer.folder
 
     @property

@@ -146,45 +146,32 @@ def sort_out(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
                 problems[key] = Problem(what, f"{setting.value} and {given.value}", fix)
         elif (key in sections() or key in alias_sections()) and no_meaning(key) is None:
             if setting.value not in (None, {}):
-                problems[key] = _section_problem(setting)
+                example = next((leaf for leaf in leaves() if leaf.startswith(key + ".")), f"{key}.key")
+                what = f"{setting.spelled} is a section of keys and takes no value itself ({setting.place})"
+                problems[key] = Problem(what, setting.value, f"set the keys in it, for example {example}")
         elif (row := not_yet(key)) is not None and not is_harmless(row, setting.value):
             problems[key] = Problem(f"{setting.spelled}: {row.what}", setting.value, row.fix)
         elif (nothing := no_meaning(key)) is not None or row is not None:
-            ignored.setdefault(nothing.reason if nothing else _AS_IT_IS, []).append(
-                setting.spelled.removeprefix("actor_rollout_ref.")
-            )
+            reason = nothing.reason if nothing else "this is how it works without the key"
+            ignored.setdefault(reason, []).append(setting.spelled.removeprefix("actor_rollout_ref."))
         elif key not in foreign_sections() or setting.value not in (None, {}):
-            found = _unknown(setting)
-            problems.setdefault(found.what, found)
+            shown, fix = unknown(setting.spelled, key)
+            what, value = f"unknown key {shown} ({setting.place})", f"{setting.spelled}={as_written(setting.value)}"
+            problems.setdefault(what, Problem(what, value, fix))
     raise_problems(list(problems.values()))
     return own, _without_meaning(ignored)
 
 
 _FP16, _FLOAT16 = "training.fp16.enabled", ("float16", "fp16", "half", "torch.float16")
-_AS_IT_IS = "this is how it works without the key"
 
 
 def _without_meaning(ignored: Mapping[str, list[str]]) -> list[str]:
     """One notice that names every key without meaning, by reason; families of keys by their name alone."""
-    if not ignored:
-        return []
-    if len(ignored) == 1:
-        ((reason, keys),) = ignored.items()
-        return [f"no meaning here: {', '.join(folded(keys))} ({reason})"]
-    count = sum(map(len, ignored.values()))
     lines = [f"{reason}: {', '.join(folded(keys))}" for reason, keys in ignored.items()]
+    if len(lines) < 2:
+        return [f"no meaning here: {', '.join(folded(keys))} ({reason})" for reason, keys in ignored.items()]
+    count = sum(map(len, ignored.values()))
     return ["\n  ".join([f"{count} keys have no meaning here (verl config explain KEY tells of each):", *lines])]
-
-
-def _section_problem(setting: Setting) -> Problem:
-    example = next((key for key in leaves() if key.startswith(setting.key + ".")), f"{setting.key}.key")
-    what = f"{setting.spelled} is a section of keys and takes no value itself ({setting.place})"
-    return Problem(what, setting.value, f"set the keys in it, for example {example}")
-
-
-def _unknown(setting: Setting) -> Problem:
-    shown, fix = unknown(setting.spelled, setting.key)
-    return Problem(f"unknown key {shown} ({setting.place})", f"{setting.spelled}={as_written(setting.value)}", fix)
 
 
 def unknown(spelled: str, key: str) -> tuple[str, str]:
@@ -240,7 +227,6 @@ def translate(settings: Mapping[str, Setting], values: dict[str, Any]) -> tuple[
 
 
 def _renamed(values: dict[str, Any]) -> Iterator[str]:
-    """Engines and strategies of other systems."""
     for key, own, why in (
         ("rollout.name", "embedded", "the embedded engine takes its place, the only one that is built in"),
         ("actor.strategy", "fsdp2", "fsdp2 takes its place, which shards weights over the ranks as well"),

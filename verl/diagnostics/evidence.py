@@ -84,7 +84,6 @@ class Evidence:
 
     @property
     def rows(self) -> list[SampleRow]:
-        """All sampled training responses that have a score."""
         return [row for step in sorted(self.samples) for row in self.samples[step] if row.score is not None]
 
     @property

@@ -76,7 +76,6 @@ def _operators(folders: list[Path]) -> list[Operators]:
 
 
 def words(profile: Profile) -> Iterator[str]:
-    """Lines for people."""
     found = profile.usage
     count = len(found.steps)
     span = f"steps {found.steps[0]} to {found.steps[-1]}" if count > 1 else f"step {found.steps[0]}"

@@ -45,26 +45,17 @@ def settings(tree: dict[str, Any]) -> list[dict[str, Any]]:
     A key without ``default`` has none. Keys that this version does not know are ``unknown``.
     """
     with using(schema_of(tree) or Config):
-        return _settings(tree)
+        known, standard, found = leaves(), json_value(defaults()), []
+        for key, value in _flat(json_value(tree), ""):
+            field = known.get(key)
+            entry = {"key": key, "value": value, "meaning": (field.description or "") if field else ""}
+            entry["set"] = key not in standard or standard[key] != value
+            entry |= {"default": standard[key]} if key in standard else {}
+            found.append(entry | ({} if field else {"unknown": True}))
+        return found
 
 
-def _settings(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    known, standard = leaves(), json_value(defaults())
-    found = []
-    for key, value in _flat(tree, ""):
-        value = json_value(value)
-        field = known.get(key)
-        entry = {"key": key, "value": value, "meaning": (field.description or "") if field else ""}
-        entry["set"] = key not in standard or standard[key] != value
-        if key in standard:
-            entry["default"] = standard[key]
-        if field is None:
-            entry["unknown"] = True
-        found.append(entry)
-    return found
-
-
-def _flat(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value and key not in leaves():
@@ -131,5 +122,4 @@ def marks(events: Iterable[EventRecord]) -> list[dict[str, Any]]:
 
 
 def words(kind: str) -> str:
-    """An event's kind as a person reads it."""
     return kind.replace("_", " ")

@@ -114,7 +114,6 @@ class LiveTracker:
         return lines[:room]
 
     def summary(self, columns: int = 80) -> list[Text]:
-        """What stays on the screen."""
         done = self._step >= self._total
         state = f"{self._total} steps" if done else f"stopped after step {self._step} of {self._total}"
         spent = duration(self._clock() - self._started)

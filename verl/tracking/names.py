@@ -176,7 +176,6 @@ def merged_steps(records: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def summarize(steps: Sequence[dict[str, Any]]) -> RunSummary:
-    """Sums up what :func:`read_metrics` returned."""
     losses = [value for line in steps if (value := number(line, LOSS)) is not None]
     rewards = [value for line in steps if (value := number(line, REWARD)) is not None]
     validation = [(line["step"], value) for line in steps if (value := validation_score(line)) is not None]

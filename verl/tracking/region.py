@@ -91,7 +91,6 @@ class Region:
                 self._write(text)
 
     def refresh(self) -> None:
-        """Draw, if anything has changed."""
         with self._lock:
             lines = self._current() if self._open else []
             if self._open and self._drawn != (self._size(), lines):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.diagnostics import doctor
+from verl.diagnostics.evidence import mean
 from verl.errors import VerlError
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking import facts, names
@@ -95,7 +96,9 @@ def write_comparison(runs: Sequence[RunDir], path: Path) -> Path:
 def comparison_data(runs: Sequence[RunDir]) -> dict[str, Any]:
     """What the page of several runs shows; curves of all runs over the steps of any of them."""
     parts = [report_data(require_run(run), samples=False)[0] for run in runs]
-    labels = _labels([run.path.resolve().name for run in runs], [str(run.path) for run in runs])
+    folders = [run.path.resolve().name for run in runs]
+    # As verl run list names them: by their folders, by the path where two are the same.
+    labels = [own if folders.count(own) == 1 else str(run.path) for own, run in zip(folders, runs, strict=True)]
     every = sorted({step for part in parts for step in part["curves"]["steps"]})
     values: dict[str, dict[str, list[float | None]]] = {}
     for label, part in zip(labels, parts, strict=True):
@@ -121,11 +124,6 @@ def comparison_data(runs: Sequence[RunDir]) -> dict[str, Any]:
     }
 
 
-def _labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Names that tell the runs apart, as verl run list has them: their folders', the path where two are the same."""
-    return [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
-
-
 def _facts(
     tree: dict[str, Any] | None, summary: RunSummary, steps: Sequence[dict[str, Any]], planned: int | None
 ) -> dict[str, Any]:
@@ -145,17 +143,9 @@ def _facts(
 
 
 def _notes(torn: int, bucket: int, samples: ShownSamples, events: int) -> list[str]:
-    """What the page leaves out."""
-    notes = []
-    if torn:
-        notes.append(torn_note(torn, "metrics.jsonl"))
-    if samples.torn:
-        notes.append(torn_note(samples.torn, "samples/"))
-    if bucket > 1:
-        notes.append(f"curves show means of {bucket} neighbouring steps")
-    if events > MAX_EVENTS:
-        notes.append(f"the last {MAX_EVENTS} of {events} events are listed")
-    return notes
+    notes = [torn_note(lines, where) for lines, where in ((torn, "metrics.jsonl"), (samples.torn, "samples/")) if lines]
+    notes += [f"curves show means of {bucket} neighbouring steps"] if bucket > 1 else []
+    return notes + ([f"the last {MAX_EVENTS} of {events} events are listed"] if events > MAX_EVENTS else [])
 
 
 def render(data: dict[str, Any], sample_groups: Sequence[str]) -> str:
@@ -164,18 +154,10 @@ def render(data: dict[str, Any], sample_groups: Sequence[str]) -> str:
     live = "live" in data  # served: it asks its server, and only that
     names = (*_SCRIPTS, "live") if live else _SCRIPTS
     scripts = "\n".join((_PAGE / f"{name}.js").read_text(encoding="utf-8") for name in names)
-    policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(scripts)}; "
-        "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
-    )
-    parts = {
-        "POLICY": policy,
-        "TITLE": html.escape(data["title"]),
-        "STYLE": style,
-        "DATA": data_block(data),
-        "SAMPLES": ",\n".join(sample_groups),
-        "SCRIPTS": scripts,
-    }
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(scripts)}; base-uri 'none'"
+    policy += "; form-action 'none'" + ("; connect-src 'self'" if live else "")
+    parts = {"POLICY": policy, "TITLE": html.escape(data["title"]), "STYLE": style, "SCRIPTS": scripts}
+    parts |= {"DATA": data_block(data), "SAMPLES": ",\n".join(sample_groups)}
     page = (_PAGE / "report.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], page)
 
@@ -212,14 +194,8 @@ def _folded(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {"step": group[-1]["step"]}
     for name in {name for line in group for name in line if name != "step"}:
         values = [value for line in group if (value := names.number(line, name)) is not None]
-        if not values:
-            merged[name] = None
-        elif name.endswith("/min"):
-            merged[name] = min(values)
-        elif name.endswith("/max"):
-            merged[name] = max(values)
-        else:
-            merged[name] = sum(values) / len(values)
+        fold = min if name.endswith("/min") else max if name.endswith("/max") else mean
+        merged[name] = fold(values) if values else None
     return merged
 
 

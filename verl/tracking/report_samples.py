@@ -146,13 +146,8 @@ def _within_budget(files: Sequence[_File], validated: set[int], most: int) -> tu
             by_file = {file.step: _groups(file, text) for file in files}
             written_with = text
         chosen = set(_choose_steps([file.step for file in files], validated, steps))
-        groups = [
-            group
-            for step, splits in by_file.items()
-            if step in chosen
-            for split in splits
-            for group in _few(split, rows)
-        ]
+        splits = [split for step, own in by_file.items() if step in chosen for split in own]
+        groups = [group for split in splits for group in _few(split, rows)]
         size = sum(len(group.head.encode()) + sum(len(row.encode()) for row in group.rows[:rows]) for group in groups)
         if size <= SAMPLE_BUDGET or text <= 1:
             return [file for file in files if file.step in chosen], rows, groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,7 @@ def overview_of(
     """The same of what was read already."""
     status, reason = _status(run_dir, events, bool(steps))
     times = [event.time for event in events[:1]] + [when for line in steps[:1] if (when := names.number(line, "time"))]
-    if not times and run_dir.config.is_file():
-        times = [run_dir.config.stat().st_mtime]
+    times += [run_dir.config.stat().st_mtime] if run_dir.config.is_file() else []
     return RunOverview(
         name=run_dir.path.resolve().name,
         path=str(run_dir.path),
@@ -143,10 +142,6 @@ class RunDescription:
     samples: list[SampleRow]  # of the newest step with samples: the best and the worst
     files: dict[str, str]  # what there is, by name
 
-    def to_json(self) -> dict[str, Any]:
-        parts = asdict(self)
-        return {**parts.pop("overview"), **parts}
-
 
 def describe(run_dir: RunDir) -> RunDescription:
     """Reads the whole folder, as far as it can be read; what cannot is among the warnings."""
@@ -157,9 +152,7 @@ def describe(run_dir: RunDir) -> RunDescription:
     events = run_dir.read_events()
     summary = summarize(steps)
     text, tree = read_config(run_dir)
-    damage = []
-    if torn:
-        damage.append(torn_note(torn, "metrics.jsonl"))
+    damage = [torn_note(torn, "metrics.jsonl")] if torn else []
     if tree is None:
         damage.append("config.yaml cannot be read" if text else "there is no config.yaml")
     complete = CheckpointStore(run_dir.checkpoints).steps()
@@ -173,15 +166,9 @@ def describe(run_dir: RunDir) -> RunDescription:
     seconds: Counter[str] = Counter()
     for line in steps:
         seconds.update(names.stage_seconds(line))
-    places = {
-        "config": run_dir.config,
-        "metrics": run_dir.metrics,
-        "events": run_dir.events,
-        "samples": run_dir.samples_dir,
-        "checkpoint": run_dir.checkpoint(complete[-1]) if complete else None,
-        "tensorboard": run_dir.tensorboard,
-        "report": run_dir.report,
-    }
+    places = {"config": run_dir.config, "metrics": run_dir.metrics, "events": run_dir.events}
+    places |= {"samples": run_dir.samples_dir, "tensorboard": run_dir.tensorboard, "report": run_dir.report}
+    places |= {"checkpoint": run_dir.checkpoint(complete[-1])} if complete else {}
     return RunDescription(
         overview=overview_of(run_dir, steps, summary, events),
         facts=_facts(tree),
@@ -193,7 +180,7 @@ def describe(run_dir: RunDir) -> RunDescription:
         events=events[-SHOWN_EVENTS:],
         samples_step=sampled[-1] if sampled else None,
         samples=best_and_worst(rows),
-        files={name: str(path) for name, path in places.items() if path is not None and path.exists()},
+        files={name: str(path) for name, path in places.items() if path.exists()},
     )
 
 

@@ -47,7 +47,6 @@ class MetricTracker(Protocol):
         return None
 
     def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
-        """Responses of a training step or of a validation."""
         return None
 
     def close(self) -> None:
@@ -138,7 +137,6 @@ class Tracker:
             self.attempt(name, partial(tracker.log, step, dict(values)), step)
 
     def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
-        """Shows responses of a training step or of a validation."""
         for name, tracker in self._trackers.items():
             self.attempt(name, partial(tracker.samples, step, split, rows), step)
 
