@@ -19,7 +19,7 @@ from verl.cli.runs import print_run, print_runs
 from verl.errors import VerlError
 from verl.run_dir import RunDir
 from verl.tracking.runs import RunOverview, describe, find_run, overview
-from verl.tracking.samples import SampleRow, SampleWriter
+from verl.tracking.samples import SampleRow, write_samples
 from verl.tracking.trackers import JsonlTracker
 
 CONFIG = """\
@@ -143,7 +143,7 @@ def test_show_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
             pending.write_state("trainer", {"step": step})
             pending.commit()
     rows = [SampleRow("train", "u", i, "1 + 1?", f"\x1b[2Janswer {i}", score=float(i)) for i in range(5)]
-    SampleWriter(run).write(4, "train", rows)
+    write_samples(run, 4, "train", rows)
     run.log_event("tracker_failed", "tensorboard", "OSError: full", 3)
     code, out, _ = say("run", "show", "mine", capsys=capsys)
     assert code == 0 and "\x1b" not in out
@@ -174,7 +174,7 @@ def test_show_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def damage_torn(run: RunDir) -> None:
     with open(run.metrics, "a") as file:
         file.write('{"step": 5, "cri')
-    SampleWriter(run).write(4, "val", [SampleRow("val", "u", 0, "p", "r")])
+    write_samples(run, 4, "val", [SampleRow("val", "u", 0, "p", "r")])
     with open(run.samples(4), "a") as file:
         file.write("torn")
 

@@ -14,7 +14,7 @@ from verl.diagnostics.simulate import Mode, Setting, drawn_from, long_tailed, me
 from verl.errors import VerlError
 from verl.rollout.protocol import Slot
 from verl.run_dir import RunDir
-from verl.tracking.samples import SampleRow, SampleWriter
+from verl.tracking.samples import SampleRow, write_samples
 
 
 def setting(length: int | dict[int, int], **changes: float) -> Setting:
@@ -101,7 +101,7 @@ def test_speeds_and_lengths_of_a_run(tmp_path: Path) -> None:
             SampleRow("train", f"train:{i // 2}:x:{i}", i % 2, "p", "r", "t", 1.0, response_length=length)
             for i, length in enumerate(lengths)
         ]
-        SampleWriter(run).write(step, "train", rows)
+        write_samples(run, step, "train", rows)
     times = {"timing_s/gen": 8.0, "timing_s/update_actor": 2.0, "timing_s/ref": 0.5, "timing_s/update_weights": 0.5}
     run.metrics.write_text("".join(json.dumps({"step": step, **times}) + "\n" for step in (1, 2)))
     found = measure(run, config)

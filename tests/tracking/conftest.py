@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl.run_dir import RunDir, write_atomic
-from verl.tracking.samples import SampleRow, SampleWriter
+from verl.tracking.samples import SampleRow, write_samples
 
 HOSTILE = '</script><script>document.title="ran"</script><img src=x onerror=document.title="ran"><!-- <script '
 
@@ -79,14 +79,13 @@ def write_made_up_run(folder: Path, total: int = 40, validate_every: int = 10) -
     rng = random.Random(0)
     run = RunDir(folder).create()
     write_atomic(run.config, CONFIG)
-    writer = SampleWriter(run)
     lines = [{"step": 0, "time": 1_700_000_000.0, "val-core/reasoning_gym/chain_sum/acc/mean@1": 0.08}]
     for step in range(1, total + 1):
         line = {"step": step, "time": 1_700_000_000.0 + 14 * step} | made_up_metrics(step, total, rng)
-        writer.write(step, "train", made_up_rows(step, "train", 4, 8, rng))
+        write_samples(run, step, "train", made_up_rows(step, "train", 4, 8, rng))
         if validate_every and step % validate_every == 0:
             line["val-core/reasoning_gym/chain_sum/acc/mean@1"] = 0.08 + 0.5 * step / total
-            writer.write(step, "val", made_up_rows(step, "val", 8, 1, rng))
+            write_samples(run, step, "val", made_up_rows(step, "val", 8, 1, rng))
         lines.append(line)
     hostile = SampleRow(
         "train",
@@ -98,7 +97,7 @@ def write_made_up_run(folder: Path, total: int = 40, validate_every: int = 10) -
         0.25,
         extras={"why": HOSTILE},
     )
-    writer.write(total, "train", [hostile, *made_up_rows(total, "train", 4, 8, rng)])
+    write_samples(run, total, "train", [hostile, *made_up_rows(total, "train", 4, 8, rng)])
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run.log_event("resumed", "checkpoints/step_000020", "from step 20", step=20)
     run.log_event("worker_died", f"rollout 1 {HOSTILE}", {"exit": -9, "retried": 4}, step=31)

@@ -22,7 +22,7 @@ from verl.tracking.facts import settings
 from verl.tracking.names import read_metrics, summarize
 from verl.tracking.report import MAX_POINTS, curves, report_data, write_report
 from verl.tracking.report_samples import shown_samples
-from verl.tracking.samples import TOKENS, SampleRow, SampleWriter
+from verl.tracking.samples import TOKENS, SampleRow, write_samples
 
 
 def embedded(page: str, name: str = "data") -> Any:
@@ -306,7 +306,7 @@ def test_a_large_run_keeps_whole_groups_of_evenly_spread_steps(tmp_path: Path, m
     run = RunDir(tmp_path).create()
     for k in range(1, 121):
         rows = [row(f"u{g}", i, "r" * 300) for g in range(8) for i in range(4)]
-        SampleWriter(run).write(k, "train", rows)
+        write_samples(run, k, "train", rows)
     found = shown_samples(run, {50, 99})
     groups = [json.loads(group) for group in found.groups]
     steps = sorted({group["step"] for group in groups})
@@ -320,7 +320,7 @@ def test_a_large_run_keeps_whole_groups_of_evenly_spread_steps(tmp_path: Path, m
 def test_large_files_are_read_of_fewer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path).create()
     for k in range(1, 61):
-        SampleWriter(run).write(k, "train", [row("u", 0, "r" * 1000)])
+        write_samples(run, k, "train", [row("u", 0, "r" * 1000)])
     assert shown_samples(run, set()).steps == 60
     monkeypatch.setattr(report_samples, "READ_BUDGET", 30_000)
     assert shown_samples(run, set()).steps == 25
@@ -330,7 +330,7 @@ def test_text_that_grows_when_escaped_stays_within_the_budget(tmp_path: Path, mo
     monkeypatch.setattr(report_samples, "SAMPLE_BUDGET", 100_000)
     run = RunDir(tmp_path).create()
     for k in range(1, 31):
-        SampleWriter(run).write(k, "train", [row("u", i, "<\x9f汉" * 2500) for i in range(4)])
+        write_samples(run, k, "train", [row("u", i, "<\x9f汉" * 2500) for i in range(4)])
     found = shown_samples(run, set())
     assert sum(len(group.encode()) for group in found.groups) <= 100_000
     assert found.rows > 0 and all("<" not in group for group in found.groups)
@@ -342,7 +342,7 @@ def test_text_that_grows_when_escaped_stays_within_the_budget(tmp_path: Path, mo
 def test_torn_and_odd_sample_lines_are_counted_and_odd_values_survive(tmp_path: Path) -> None:
     run = RunDir(tmp_path).create()
     odd = row("u", 0, "x\ud835y", score=None, extras={"why": "\ud800<", "none": None, "big": 10**400})
-    SampleWriter(run).write(3, "val", [odd])
+    write_samples(run, 3, "val", [odd])
     with open(run.samples(3), "a") as file:
         file.write('{"split": "val", "uid": "u", "index": 1, "prompt": "", "response": "", "score": NaN}\n{"torn')
     run.metrics.write_text("")
@@ -366,7 +366,7 @@ def test_200_steps_of_128_samples_stay_under_5_mb(tmp_path: Path, make_run: Call
     for k in range(1, 201):
         rows = [row(f"u{g}", i, f"<b>{k * i}</b> " * 60) for g in range(16) for i in range(8)]
         rows[:2] = [replace(one, tokens=many_tokens(k)) for one in rows[:2]]  # as many as a run keeps of them
-        SampleWriter(run).write(k, "train", rows)
+        write_samples(run, k, "train", rows)
     page = write_report(run)
     assert page.stat().st_size < 5_000_000
     samples = embedded(page.read_text(encoding="utf-8"))["samples"]

@@ -12,7 +12,7 @@ from chromium import BINARY, Chromium
 
 from verl.run_dir import RunDir
 from verl.tracking.report import write_comparison, write_report
-from verl.tracking.samples import SampleRow, SampleWriter
+from verl.tracking.samples import SampleRow, write_samples
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium and no chrome is installed")
 
@@ -222,7 +222,7 @@ def test_hostile_samples_are_shown_not_obeyed(browser: Chromium, tmp_path: Path,
         SampleRow("train", text, 0, text, text, text, 1.0, data_source=text, finish_reason=text, extras={text: text}),
         SampleRow("train", text, 1, text, "x" * 5000, {"deep": text}, None),
     ]
-    SampleWriter(run).write(1, "train", rows)
+    write_samples(run, 1, "train", rows)
     metric = {"step": 1, "critic/score/mean": 0.1, text: 0.5, f"val-core/{text}/acc/mean@1": 0.5}
     run.metrics.write_text(json.dumps(metric) + "\n")
     run.config.write_text(json.dumps({"trainer": {"experiment_name": text, text: text}}))
@@ -269,7 +269,7 @@ def test_tokens_are_coloured_by_what_the_files_hold(browser: Chromium, tmp_path:
         ),
         SampleRow("train", "u", 1, "p", "no tokens", score=0.0),
     ]
-    SampleWriter(run).write(1, "train", rows)
+    write_samples(run, 1, "train", rows)
     run.metrics.write_text('{"step": 1}\n')
     written = write_report(run)
     browser.open(written, width, height)
@@ -300,7 +300,7 @@ def test_one_prompt_is_followed_across_steps(browser: Chromium, tmp_path: Path) 
     run = RunDir(tmp_path).create()
     for step in (2, 10, 4):
         rows = [SampleRow("val", f"val:{step}:{k}", 0, f"prompt {k}", f"at {step}", score=step / 10) for k in (0, 1)]
-        SampleWriter(run).write(step, "val", rows if step != 4 else rows[:1])
+        write_samples(run, step, "val", rows if step != 4 else rows[:1])
     run.metrics.write_text('{"step": 1}\n')
     written = write_report(run)
     browser.open(written)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.run_dir import RunDir
-from verl.tracking.samples import SampleRow, SampleWriter, pick_groups, read_samples, rows_from_batch, spread
+from verl.tracking.samples import SampleRow, pick_groups, read_samples, rows_from_batch, spread, write_samples
 
 
 @pytest.fixture
@@ -44,17 +44,16 @@ def test_rows_come_back_as_written(run: RunDir) -> None:
         ),
         SampleRow("train", "train:1:sums:5", 0, "", "", {"a": [1]}, None),
     ]
-    path = SampleWriter(run).write(10, "train", rows)
+    path = write_samples(run, 10, "train", rows)
     assert path == run.samples(10)
     assert read_samples(path) == (rows, 0)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 10]
 
 
 def test_train_and_validation_share_a_file_and_a_step_done_twice_is_there_once(run: RunDir) -> None:
-    writer = SampleWriter(run)
-    writer.write(5, "val", [row("val", response="v")])
-    writer.write(5, "train", [row(response="first")])
-    writer.write(5, "train", [row(response="again"), row(index=1, response="more")])
+    write_samples(run, 5, "val", [row("val", response="v")])
+    write_samples(run, 5, "train", [row(response="first")])
+    write_samples(run, 5, "train", [row(response="again"), row(index=1, response="more")])
     found, _ = read_samples(run.samples(5))
     assert [(r.split, r.response) for r in found] == [("val", "v"), ("train", "again"), ("train", "more")]
     assert list(run.samples_dir.iterdir()) == [run.samples(5)]
@@ -66,7 +65,7 @@ def test_any_model_output_is_one_valid_line_and_harms_no_other(text: str) -> Non
 
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(folder).create()
-        path = SampleWriter(run).write(1, "train", [row(response=text), row(index=1)])
+        path = write_samples(run, 1, "train", [row(response=text), row(index=1)])
         path.read_text(encoding="utf-8")
         found, skipped = read_samples(path)
     assert len(found) == 2 and skipped == 0
@@ -78,14 +77,14 @@ def test_figures_that_are_not_finite_or_foreign_are_written_as_valid_json(run: R
     odd = SampleRow(
         "val", "u", 0, "p", "r", np.int64(4), math.nan, math.inf, extras={"x": np.float32(0.5), "n": math.nan}
     )
-    path = SampleWriter(run).write(1, "val", [odd])
+    path = write_samples(run, 1, "val", [odd])
     record = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert (record["score"], record["advantage"], record["ground_truth"]) == (None, None, 4)
     assert record["extras"] == {"x": 0.5, "n": None}
 
 
 def test_reader_skips_and_counts_torn_and_foreign_lines(run: RunDir) -> None:
-    path = SampleWriter(run).write(1, "train", [row()])
+    path = write_samples(run, 1, "train", [row()])
     with open(path, "a") as file:
         file.write(
             '{"split": "train"}\n[]\n{"split": "train", "uid": "x", "prompt": "p", "response": 7, "index": 0}\n{"sp'
@@ -99,7 +98,7 @@ def test_many_rows_are_thinned_to_whole_groups_over_the_batch(run: RunDir) -> No
     assert [r.uid for r in kept] == ["u0"] * 8 + [f"u{round(4.5)}"] * 8 + ["u9"] * 8
     assert pick_groups(rows, 80) == rows
     assert len(pick_groups(rows, 3)) == 3  # a group larger than the limit is cut
-    path = SampleWriter(run, max_rows=24).write(1, "train", rows)
+    path = write_samples(run, 1, "train", rows, max_rows=24)
     assert read_samples(path)[0] == kept
 
 
@@ -170,7 +169,7 @@ def test_the_best_and_the_worst_of_the_first_prompt_keep_their_tokens() -> None:
 def test_only_rows_with_tokens_write_them(tmp_path: Path) -> None:
     run = RunDir(tmp_path).create()
     rows = [SampleRow("train", "u", 0, "p", "r", tokens={"text": ["r"]}), SampleRow("train", "u", 1, "p", "r")]
-    path = SampleWriter(run).write(1, "train", rows)
+    path = write_samples(run, 1, "train", rows)
     assert ["tokens" in json.loads(line) for line in path.read_text().splitlines()] == [True, False]
     assert read_samples(path)[0] == rows
     path.write_text(path.read_text().replace('{"text": ["r"]}', "7"))

@@ -140,7 +140,7 @@ def group(commands: Commands, name: str, help: str) -> Commands:
 
 
 def a_run(name: str) -> RunDir:
-    """The type of an argument: a run, by its name in runs/ or by a path."""
+    """A run, by its name in runs/ or by a path."""
     from verl.tracking.runs import find_run
 
     return find_run(name)

@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
     doctor.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
 
     replay = command(commands, "replay", _replay, json="{metric: [then, now]}")
-    replay.add_argument("run", type=a_run, help="name of a run in runs/, or a path")
+    replay.add_argument("run", help="name of a run in runs/, or a path")
     replay.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings in place of the run's")
     replay.add_argument("--step", type=positive, required=True, help="the step")
     replay.add_argument("--all", action="store_true", help="also show what does not differ")
@@ -89,7 +89,7 @@ def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, s
 def _print_findings(console: Console, subject: str, evidence: Evidence, findings: Sequence[Finding]) -> None:
     from rich.text import Text
 
-    from verl.tracking.console import printable
+    from verl.tracking.console import one_line, printable
 
     looked = [f"{len(evidence.steps)} steps" if evidence.steps else ""]
     looked += [f"{sum(map(len, evidence.samples.values()))} sampled responses" if evidence.samples else ""]
@@ -107,7 +107,7 @@ def _print_findings(console: Console, subject: str, evidence: Evidence, findings
         console.print(head.append(f"  {printable(finding.what)}", "bold"))
         for label, text in (("evidence", finding.evidence), ("cause", finding.cause), ("fix", finding.fix)):
             if text:
-                console.print(Text(f"  {label:<9}", "dim").append(" ".join(printable(text).split())))
+                console.print(Text(f"  {label:<9}", "dim").append(one_line(text)))
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in STYLES}
     said = [f"{count} {severity}{'s'[: count > 1]}" for severity, count in counts.items() if count]
     console.print(Text("\n" + (", ".join(said) or "nothing wrong was found")))
@@ -129,7 +129,7 @@ def _replay(arguments: argparse.Namespace) -> None:
     source, overrides = settings(arguments.words)
     if source is not None:
         raise ConfigError("a setting needs the form key=value", source, f"write it as {source}=VALUE, or remove it")
-    run_dir = arguments.run
+    run_dir = a_run(arguments.run)
     loaded, own = load_config(run_dir.path, overrides), load_config(run_dir.path).config
     if (loaded.config.rollout.n, loaded.config.data.train_batch_size) != (own.rollout.n, own.data.train_batch_size):
         what = f"rollout.n={own.rollout.n}, data.train_batch_size={own.data.train_batch_size}"

@@ -231,8 +231,7 @@ def fitted(entries: dict[str, Entry], machine: Machine, model: ModelFacts) -> tu
     lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
     critic = model if config.uses_critic else None
     words, fits = to_fit(lambda more: load_config(values, more).config, machine, model, critic, lengths)
-    less = {setting.key: (setting.value, "what the memory allows") for setting in read_overrides(words)}
-    return entries | less, fits
+    return entries | {setting.key: (setting.value, "what the memory allows") for setting in read_overrides(words)}, fits
 
 
 def choose_lengths(model: ModelFacts, data: DataFacts, response: int) -> tuple[int, int, int]:

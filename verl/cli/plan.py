@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
         "step time of every trainer.mode and more rollout workers, simulated; with lengths and speeds of a run, or "
         "else those planned and long-tailed lengths"
     )
-    plan.add_argument("--simulate", nargs="?", const="", type=a_run, metavar="RUN", help=simulate)
+    plan.add_argument("--simulate", nargs="?", const="", metavar="RUN", help=simulate)
     counts = _numbers(None, "numbers of workers such as 1,2,4")
     plan.add_argument("--workers", type=counts, metavar="N,...", help="to simulate (default: 1, 2 and 4 times these)")
 
@@ -129,7 +129,7 @@ def _source(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
     """The configuration file, or that of the run to simulate, and the settings."""
     source, overrides = settings(arguments.words)
     if source is None and arguments.simulate:
-        source = str(arguments.simulate.config)
+        source = str(a_run(arguments.simulate).config)
     if source is None and not overrides:
         raise ConfigError("there is no configuration to plan", None, "verl plan my.yaml [key=value ...]")
     if (arguments.tflops is None) != (arguments.bandwidth is None):
@@ -161,9 +161,10 @@ def _simulated(
     workers = sum(spec.count for spec in plan.rollout) or plan.groups[0].count
     longest = config.data.max_response_length
     if arguments.simulate:
-        measured = measure(arguments.simulate, config_of(arguments.simulate) or config)
+        run = a_run(arguments.simulate)
+        measured = measure(run, config_of(run) or config)
         drawn, token, training = measured.lengths, measured.token, measured.training
-        source = f"measured in {measured.steps} step{'s'[: measured.steps > 1]} of {arguments.simulate.path}"
+        source = f"measured in {measured.steps} step{'s'[: measured.steps > 1]} of {run.path}"
     else:
         token = speed.decode_step(min(-(-prompts * n // workers), places))
         training = sum(stage.seconds for stage in stages if stage.name != "rollout")
@@ -194,8 +195,7 @@ def _print_simulated(setting: Setting, workers: list[int], words: str, json: boo
     many = [f"{count} worker{'s'[: count > 1]}" for count in workers]
     shown = table("trainer.mode", *many, title="Seconds of a step, simulated")
     for label, row in found.items():
-        cells = [_short(p.seconds) + (f" ({p.waste:.0%} waste)" if p.waste > 0.005 else "") for p in row]
-        shown.add_row(label, *cells)
+        shown.add_row(label, *[_short(p.seconds) + (f" ({p.waste:.0%} waste)" if p.waste > 0.005 else "") for p in row])
     console.print(shown)
     own = "rollout workers of their own, with hardware of their own"
     console.print(f"{own}; a token takes as long with few as with many")

@@ -89,6 +89,8 @@ def _as_json(reports: Sequence[Report]) -> Any:
 
 
 def _print(console: Console, report: Report) -> None:
+    from verl.tracking.console import one_line
+
     found = report.as_json()
     say = console.print
     rate = f", {len(report.scores) / report.seconds:.0f} responses/s" if report.seconds else ""
@@ -98,11 +100,10 @@ def _print(console: Console, report: Report) -> None:
     if found["score"] is not None:
         say("  score: mean {mean:.4g}, least {min:.4g}, most {max:.4g}".format(**found["score"]))
         parts = [(part["from"], part["to"], int(part["responses"])) for part in found["distribution"]]
-        named = [(f"{a:.4g}" + (f" to {b:.4g}" if b != a else ""), count) for a, b, count in parts]
-        say("\n".join(histogram(named)))
+        say("\n".join(histogram([(f"{a:.4g}" + (f" to {b:.4g}" if b != a else ""), count) for a, b, count in parts])))
     if len(found["by_source"]) > 1:
         for name, mean in found["by_source"].items():
-            say(f"  source {_short(name, 60)}: mean {'-' if mean is None else f'{mean:.4g}'}")
+            say(f"  source {one_line(name, 60)}: mean {'-' if mean is None else f'{mean:.4g}'}")
     if found["scored"]:
         _print_other_truth(say, found["other_truth"])
     _print_failures(console, found)
@@ -110,7 +111,7 @@ def _print(console: Console, report: Report) -> None:
     if slow:
         say("", "slowest", sep="\n")
         for place in slow:
-            say(f"  {place['seconds']:.3f} s  {_short(place['where'], 80)}: {_short(place['response'], 80)}")
+            say(f"  {place['seconds']:.3f} s  {one_line(place['where'], 80)}: {one_line(place['response'], 80)}")
     say("")
 
 
@@ -128,37 +129,30 @@ def _print_other_truth(say: Callable[[str], None], found: dict[str, Any] | None)
 
 
 def _print_failures(console: Console, found: dict[str, Any]) -> None:
+    from verl.tracking.console import one_line
+
     if found["failures"]:
         console.print("", "could not be scored", sep="\n")
     for failure in found["failures"][:SHOWN]:
-        console.print(f"  {failure['responses']} x {_short(failure['reason'], WIDTH)}")
-        console.print(f"    {_short(failure['where'], 80)}: {_short(failure['response'], 120)}")
+        console.print(f"  {failure['responses']} x {one_line(failure['reason'], WIDTH)}")
+        console.print(f"    {one_line(failure['where'], 80)}: {one_line(failure['response'], 120)}")
     if len(found["failures"]) > SHOWN:
         console.print(f"  and {len(found['failures']) - SHOWN} more reasons")
 
 
 def _print_disagreements(console: Console, one: Report, other: Report) -> None:
     from verl.rewards.trial import disagreements
+    from verl.tracking.console import one_line
 
     both, unequal = disagreements(one, other)
     share = f" ({len(unequal) / both:.1%})" if both else ""
     console.print(f"{one.name} and {other.name} give {len(unequal)} of {both} responses unequal scores{share}")
     for i in unequal[:SHOWN]:
         place = one.place(i)
-        said = " and ".join(
-            f"{report.scores[i].value:.4g}" + _pred(report.scores[i].extras.get("pred")) for report in (one, other)
-        )
-        console.print(f"  {said}  truth {_short(str(place['ground_truth']), 60)}  {_short(place['where'], 80)}")
-        console.print(f"    {_short(place['response'], WIDTH)}")
+        read = [(report.scores[i].value, report.scores[i].extras.get("pred")) for report in (one, other)]
+        said = [f"{score:.4g}" + ("" if pred is None else f" (read {one_line(str(pred), 30)})") for score, pred in read]
+        truth, where = one_line(str(place["ground_truth"]), 60), one_line(place["where"], 80)
+        console.print(f"  {' and '.join(said)}  truth {truth}  {where}")
+        console.print(f"    {one_line(place['response'], WIDTH)}")
     if len(unequal) > SHOWN:
         console.print(f"  and {len(unequal) - SHOWN} more (--json lists them)")
-
-
-def _pred(pred: Any) -> str:
-    return "" if pred is None else f" (read {_short(str(pred), 30)})"
-
-
-def _short(text: str, limit: int) -> str:
-    from verl.tracking.console import printable
-
-    return " ".join(printable(text, limit).split())

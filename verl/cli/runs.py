@@ -26,10 +26,9 @@ def add(commands: Commands) -> None:
     serve = command(commands, "serve", _serve, json="the address as JSON")
     report = command(commands, "report", _report, json="the path as JSON")
     for one in (show, scale, watch, profile):
-        one.add_argument("run", type=a_run, help="name of a run in runs/, or a path")
+        one.add_argument("run", help="name of a run in runs/, or a path")
     for several in (serve, report):
-        help = "name of a run in runs/, or a path; several are compared"
-        several.add_argument("run", nargs="+", type=a_run, help=help)
+        several.add_argument("run", nargs="+", help="name of a run in runs/, or a path; several are compared")
     listing.add_argument("root", nargs="?", default="runs", help="default runs/")
     scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="how many there shall be")
     watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
@@ -48,9 +47,9 @@ def _watch(arguments: argparse.Namespace) -> None:
     from verl.tracking.watch import Watcher, watch
 
     if arguments.json:
-        print_json(Watcher(arguments.run).snapshot())
+        print_json(Watcher(a_run(arguments.run)).snapshot())
     else:
-        watch(arguments.run, Console(highlight=False), arguments.once)
+        watch(a_run(arguments.run), Console(highlight=False), arguments.once)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
@@ -60,7 +59,7 @@ def _profile(arguments: argparse.Namespace) -> None:
     """
     from verl.diagnostics.profile import profile_run, words
 
-    profile = profile_run(arguments.run)
+    profile = profile_run(a_run(arguments.run))
     if arguments.json:
         print_json(asdict(profile))
     else:
@@ -79,8 +78,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     serve(server)
 
 
-def _distinct(runs: list[RunDir]) -> list[RunDir]:
-    return list({run.path.resolve(): run for run in runs}.values())
+def _distinct(names: list[str]) -> list[RunDir]:
+    return list({run.path.resolve(): run for run in map(a_run, names)}.values())
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -107,7 +106,7 @@ def _scale(arguments: argparse.Namespace) -> None:
     from verl.errors import ConfigError, VerlError
     from verl.run_dir import write_atomic
 
-    run, wanted = arguments.run, arguments.rollout_workers
+    run, wanted = a_run(arguments.run), arguments.rollout_workers
     config = load_config(str(run.config), []).config
     least, most = config.rollout.min_workers, config.rollout.max_workers
     if not run.is_locked():
@@ -167,8 +166,7 @@ def _cells(run: RunOverview) -> tuple[str, ...]:
 
     steps = str(run.steps) if run.planned_steps is None else f"{run.steps}/{run.planned_steps}"
     held_out = "-" if run.val_first is None else f"{figure(run.val_first)} -> {figure(run.val_last)}"
-    took = "-" if run.seconds is None else duration(run.seconds)
-    return (run.name, run.status, steps, figure(run.reward_last), held_out, _when(run.started), took)
+    return (run.name, run.status, steps, figure(run.reward_last), held_out, _when(run.started), duration(run.seconds))
 
 
 def _when(seconds: float | None) -> str:
@@ -184,7 +182,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
     from verl.tracking.runs import describe
 
-    run = describe(arguments.run)
+    run = describe(a_run(arguments.run))
     if arguments.json:
         parts = asdict(run)
         print_json(parts.pop("overview") | parts)

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
     get.add_argument("model", help="smollm2-135m, tiny-llama, a folder, a GGUF file or a hub id")
 
     export = command(commands, "export", _export)
-    export.add_argument("run", type=a_run, help="name of a run in runs/, or a path")
+    export.add_argument("run", help="name of a run in runs/, or a path")
     export.add_argument("--to", required=True, help="the folder to write")
     export.add_argument("--step", type=positive, help="of which checkpoint (default: the newest)")
     export.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
@@ -142,10 +142,11 @@ def _export(arguments: argparse.Namespace) -> None:
     from verl.checkpoint.store import CheckpointStore
     from verl.errors import CheckpointError
 
-    store = CheckpointStore(arguments.run.checkpoints)
+    run = a_run(arguments.run)
+    store = CheckpointStore(run.checkpoints)
     which = arguments.step if arguments.step is not None else store.latest()
     if which is None:
         fix = "train with trainer.save_freq above 0"
-        raise CheckpointError("the run has no complete checkpoint", str(arguments.run.path), fix)
+        raise CheckpointError("the run has no complete checkpoint", str(run.path), fix)
     checkpoint = store.open(which)
     print(f"step {checkpoint.step} written to {export_hf(checkpoint, Path(arguments.to), arguments.dtype)}")

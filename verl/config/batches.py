@@ -82,8 +82,7 @@ def ranks(config: Config, role: str = "actor") -> int | None:
 
 def nodes(config: Config, pool: str) -> int:
     """Machines that the ranks of a pool are spread over."""
-    own = config.cluster.pool(pool).nodes
-    return own or (config.trainer.nnodes if pool == config.cluster.placement.actor else 1)
+    return config.cluster.pool(pool).nodes or (config.trainer.nnodes if pool == config.cluster.placement.actor else 1)
 
 
 def _sizes(config: Config, role: str) -> _Sizes:

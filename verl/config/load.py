@@ -143,8 +143,7 @@ def _load(
     values, value_notices = translate(own, resolve(own))
     places = {key: own[key].place for key in values.keys() & own.keys() if own[key].source != COMMAND_LINE}
     config = _build(schema, nested(values | dict.fromkeys(missing, OPEN)), places)
-    notices = [*foreign_notices, *value_notices, *config.notices()]
-    return config, notices, origins_of(own.values(), values), missing
+    return config, [*foreign_notices, *value_notices, *config.notices()], origins_of(own.values(), values), missing
 
 
 def _check_kind(schema: type[Section], settings: Iterable[Setting]) -> None:

@@ -12,20 +12,13 @@ def _likeness(name: str, choice: str) -> float:
     whole = SequenceMatcher(None, name, choice).ratio()
     if "." not in name and "." not in choice:
         return whole
-    last = SequenceMatcher(None, name.rpartition(".")[2], choice.rpartition(".")[2]).ratio()
-    return (whole + last) / 2
+    return (whole + SequenceMatcher(None, name.rpartition(".")[2], choice.rpartition(".")[2]).ratio()) / 2
 
 
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The choice most like ``name``, case aside; dotted names are compared as a whole and by their last part.
+    """The choice most like ``name``, case aside (the first of equals), or None where none reaches the cutoff.
 
-    Args:
-        name: what the user wrote.
-        choices: the names that exist.
-        cutoff: least likeness, from 0 (anything) to 1 (equal), below which there is no answer.
-
-    Returns:
-        The nearest choice (the first of equals), or None where no choice reaches the cutoff.
+    Dotted names are compared as a whole and by their last part. ``cutoff``: from 0 (anything) to 1 (equal).
     """
 
     def likeness(choice: str) -> float:
@@ -47,10 +40,8 @@ def matches(pattern: str, data_source: str) -> bool:
 
 
 def nearest_path(missing: Path, cutoff: float = 0.6) -> Path | None:
-    """An existing path like ``missing``: each part that does not exist is replaced by the nearest name beside it.
-
-    Endings say little about which file was meant, so names are compared without them.
-    """
+    """An existing path like ``missing``: each part that does not exist is replaced by the nearest name beside it,
+    whatever its ending, which says little about which file was meant."""
     found = Path(missing.anchor)
     for part in missing.parts[bool(missing.anchor) :]:
         if not (found / part).exists():

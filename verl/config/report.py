@@ -74,8 +74,7 @@ def _problem(key: str, items: list[Any]) -> Problem:
     if isinstance(own, FieldProblem):
         return Problem(f"{key}: {own.what}", value, own.fix)
     rule = " or ".join(dict.fromkeys(_rule(key, item) for item in items))
-    words = [*choices(key), *OTHER_VALUES.get(key, [])]
-    hint = did_you_mean(value, words) if isinstance(value, str) else ""
+    hint = did_you_mean(value, [*choices(key), *OTHER_VALUES.get(key, [])]) if isinstance(value, str) else ""
     meaning, to = _meaning(key), "one of them" if rule.startswith("one of ") else rule
     return Problem(f"{key} must be {rule}", value, f"{hint}set {key} to {to}" + (f" ({meaning})" if meaning else ""))
 

@@ -179,8 +179,9 @@ class Config(Section):
         batch = self.data.train_batch_size
         if num_prompts < (batch if self.data.drop_last else 1):
             what = f"data.train_files do not fill one batch of data.train_batch_size={batch} prompts"
-            fix = f"set data.train_batch_size to at most {num_prompts} prompts, or give more data"
-            raise ConfigError(what, f"{num_prompts} prompts", fix if num_prompts else "give files with a usable prompt")
+            less = f"set data.train_batch_size to at most {num_prompts} prompts, or give more data"
+            fix = less if num_prompts else "give data files with at least one usable prompt"
+            raise ConfigError(what, f"{num_prompts} prompts", fix)
         if self.trainer.total_training_steps is not None:
             return self.trainer.total_training_steps
         per_epoch = num_prompts // batch if self.data.drop_last else -(-num_prompts // batch)

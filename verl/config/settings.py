@@ -185,6 +185,5 @@ def presets() -> dict[str, str]:
 def read_preset(name: str) -> list[Setting]:
     """Settings of a preset. Raises ConfigError: there is none of that name."""
     if name not in presets():
-        fix = f"{did_you_mean(name, presets())}presets: {', '.join(presets())}"
-        raise ConfigError("unknown preset", name, fix)
+        raise ConfigError("unknown preset", name, f"{did_you_mean(name, presets())}presets: {', '.join(presets())}")
     return read_text((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), Source("preset", name))

@@ -22,10 +22,7 @@ _COUNTERS = {
 _ADVICE = {
     "reward_failed": ("an exception or a time-out in the reward", "verl reward test shows which responses and why"),
     "reward_invalid": ("the function returns NaN, text or nothing", "return a number, a dict with score, or None"),
-    "steps_skipped": (
-        "a learning rate that is too high, or broken inputs",
-        "lower the learning rate, see docs/training.md",
-    ),
+    "steps_skipped": ("a learning rate too high, or broken inputs", "lower the learning rate, see docs/training.md"),
 }
 
 
@@ -88,10 +85,7 @@ def trouble(evidence: Evidence) -> Iterator[Finding]:
         where = [event.step for event in group if event.step is not None]
         times = f" {len(group)} times" if len(group) > 1 else ""
         subjects = few(list(dict.fromkeys(event.subject for event in group if event.subject)), 3)
-        detail = f", {_text(group[0].detail)[:200]}" if len(group) == 1 and group[0].detail else ""
+        detail = group[0].detail if len(group) == 1 else ""
+        detail = f", {detail if isinstance(detail, str) else json_line(detail)}"[:202] if detail else ""
         what = f"{words(kind).capitalize()}{times}" + (f" ({steps_text(where)})" if where else "")
         yield Finding(kind, "warning", what, subjects + detail, "", "events.log has all of it, with times")
-
-
-def _text(detail: Any) -> str:
-    return detail if isinstance(detail, str) else json_line(detail)

@@ -16,17 +16,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """Of this moment; bytes unless said otherwise. ``load``: programs that wanted to run in the last minute.
-    ``wrong_versions``: what is installed in another version than VeRL asks for, in words."""
+    """Of this moment; bytes unless said otherwise."""
 
     cores: int
-    load: float
+    load: float  # programs that wanted to run in the last minute
     memory: int
     swap_used: int
     disk_free: int
     shared_free: int
     threads: str = ""  # OMP_NUM_THREADS
-    wrong_versions: list[str] = field(default_factory=list)
+    wrong_versions: list[str] = field(default_factory=list)  # what is not as VeRL asks for, in words
 
     @classmethod
     def here(cls, folder: Path) -> Machine:
@@ -36,16 +35,11 @@ class Machine:
         place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         memory = _meminfo()
         shared = Path("/dev/shm")
-        return cls(
-            cores=available_cores(),
-            load=os.getloadavg()[0],
-            memory=memory.get("MemTotal", 0),
-            swap_used=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
-            disk_free=shutil.disk_usage(place).free,
-            shared_free=shutil.disk_usage(shared).free if shared.is_dir() else 0,
-            threads=os.environ.get("OMP_NUM_THREADS", ""),
-            wrong_versions=list(_wrong_versions()),
-        )
+        swap = memory.get("SwapTotal", 0) - memory.get("SwapFree", 0)
+        free = shutil.disk_usage(shared).free if shared.is_dir() else 0
+        threads, versions = os.environ.get("OMP_NUM_THREADS", ""), list(_wrong_versions())
+        cores, load, disk = available_cores(), os.getloadavg()[0], shutil.disk_usage(place).free
+        return cls(cores, load, memory.get("MemTotal", 0), swap, disk, free, threads, versions)
 
 
 def _meminfo() -> dict[str, int]:
@@ -80,8 +74,7 @@ def threads(evidence: Evidence) -> Iterator[Finding]:
     machine, config = evidence.machine, evidence.config
     if machine is None:
         return
-    given = config.cluster.threads if config is not None else None
-    ranks = (config.ranks or 1) if config is not None else 1
+    given, ranks = (config.cluster.threads, config.ranks or 1) if config is not None else (None, 1)
     asked = (given or (int(machine.threads) if machine.threads.isdigit() else 0)) * ranks
     if asked > machine.cores:
         figures = f"{asked} threads ({ranks} ranks), {machine.cores} cores"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +32,9 @@ def constant(evidence: Evidence) -> Iterator[Finding]:
 
 def zero_spread(evidence: Evidence) -> Iterator[Finding]:
     shares = evidence.series("training/frac_reward_zero_std")
-    if (
-        not shares
-        or next(constant(evidence), None)
-        or (evidence.config and not evidence.config.algorithm.compares_group)
-    ):
-        return
+    compares = evidence.config is None or evidence.config.algorithm.compares_group
     late = list(shares.values())[-10:]
-    if mean(late) > 0.7:
+    if compares and late and mean(late) > 0.7 and not next(constant(evidence), None):
         yield finding("groups_without_spread", f"{mean(late):.0%} of the groups of the last {len(late)} steps")
 
 
@@ -99,11 +95,8 @@ def collapsed(evidence: Evidence) -> Iterator[Finding]:
     steps = sorted(scores)
     means = {steps[i + 2]: mean([scores[step] for step in steps[i : i + 3]]) for i in range(len(steps) - 2)}
     best = max(means, key=means.__getitem__)
-    fallen = [
-        step
-        for step, value in means.items()
-        if step > best and value - floor < (1 - limit) * (means[best] - floor) and means[best] - value > 0.15 * span
-    ]
+    least = min(floor + (1 - limit) * (means[best] - floor), means[best] - 0.15 * span)
+    fallen = [step for step, value in means.items() if step > best and value < least]
     if fallen:
         figures = f"{means[best]:.4g} around step {best}, {means[fallen[-1]]:.4g} around step {fallen[-1]}"
         yield finding("reward_collapsed", figures)
@@ -178,26 +171,21 @@ def _means(trial: Any, form: str) -> str:
 
 
 # How rewards of the field want an answer written.
-FORMS = (
-    "{truth}",
-    "#### {truth}",
-    "\\boxed{{truth}}",
-    "<think></think><answer>{truth}</answer>",
-    "The answer is {truth}.",
-)
+FORMS = ["{truth}", "#### {truth}", "\\boxed{{truth}}", "<think></think><answer>{truth}</answer>"]
+FORMS += ["The answer is {truth}."]
 ROWS = 24
 
 
 @dataclass(frozen=True)
 class Trial:
     """What came of it. ``means``: by form, the mean score of the rows' own ground truths and of other rows'; None where
-    none was scored. ``slowest``: seconds. ``reason``: of the first failure."""
+    none was scored."""
 
     means: dict[str, tuple[float | None, float | None]]
     tried: int
     failed: int
-    slowest: float
-    reason: str
+    slowest: float  # seconds
+    reason: str  # of the first failure
 
 
 def try_known_answers(config: RewardConfig, rows: Sequence[PromptRow]) -> Trial | None:
@@ -218,20 +206,13 @@ def try_known_answers(config: RewardConfig, rows: Sequence[PromptRow]) -> Trial 
     ]
     settings = config.model_copy(update={"max_failed_fraction": 1.0, "cache": False})
     report = try_reward("reward", settings, tried, lambda done: None)
-    values: dict[tuple[str, str], list[float]] = {}
-    for i, score in enumerate(report.scores):
-        if score.value is not None:
-            values.setdefault((FORMS[i // (2 * len(rows))], tried[i].kind), []).append(score.value)
+    scores = iter(report.scores)
 
-    def mean_of(form: str, kind: str) -> float | None:
-        found = values.get((form, kind))
-        return sum(found) / len(found) if found else None
+    def next_mean() -> float | None:
+        values = [score.value for score in islice(scores, len(rows)) if score.value is not None]
+        return mean(values) if values else None
 
+    means = {form: (next_mean(), next_mean()) for form in FORMS}
     failed = [score.reason for score in report.scores if score.reason is not None]
-    return Trial(
-        means={form: (mean_of(form, "own"), mean_of(form, "other")) for form in FORMS},
-        tried=len(tried),
-        failed=len(failed),
-        slowest=max(score.seconds for score in report.scores),
-        reason=failed[0] if failed else "",
-    )
+    slowest = max(score.seconds for score in report.scores)
+    return Trial(means, len(tried), len(failed), slowest, failed[0] if failed else "")

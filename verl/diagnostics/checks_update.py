@@ -156,8 +156,7 @@ def gradient_exploded(evidence: Evidence) -> Iterator[Finding]:
 
 
 def clip_fraction(evidence: Evidence) -> Iterator[Finding]:
-    shares = evidence.series("actor/pg_clipfrac")
-    late = list(shares.values())[-10:]
+    late = list(evidence.series("actor/pg_clipfrac").values())[-10:]
     if late and mean(late) > 0.3:
         yield finding("policy_clipped", f"actor/pg_clipfrac {mean(late):.0%} in the last {len(late)} steps")
 
@@ -238,8 +237,7 @@ def length(evidence: Evidence) -> Iterator[Finding]:
 
 
 def cut(evidence: Evidence) -> Iterator[Finding]:
-    shares = evidence.series("response_length/clip_ratio")
-    late = list(shares.values())[-10:]
+    late = list(evidence.series("response_length/clip_ratio").values())[-10:]
     if late and mean(late) > 0.9:
         yield finding("responses_cut", f"{mean(late):.0%} in the last {len(late)} steps")
 

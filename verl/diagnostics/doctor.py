@@ -111,8 +111,7 @@ def of_config(config: Config) -> Evidence:
     if same and found is not None:
         overlap = inspected(same).usable
     if others and found is not None:
-        together = inspected([*data.train_files, *others])
-        overlap += together.duplicates - found.duplicates - inspected(others).duplicates
+        overlap += inspected([*data.train_files, *others]).duplicates - found.duplicates - inspected(others).duplicates
     return Evidence(
         config=config,
         data=found,

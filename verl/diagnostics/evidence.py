@@ -59,28 +59,18 @@ def finding(name: str, evidence: str, severity: Severity | None = None, **words:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known; what is not known is empty or None, and checks that need it find nothing.
-
-    Attributes:
-        steps: lines of ``metrics.jsonl`` in order.
-        samples: training responses of some steps.
-        skipped: lines of ``skipped.jsonl``.
-        data, overlap: the training files, and how many validation prompts they hold.
-        trial: the reward on known right and wrong answers.
-        machine: the one that runs, or is to run, this.
-        died: in words, where the run ended without a word of its own.
-    """
+    """All that is known; what is not known is empty or None, and checks that need it find nothing."""
 
     config: Config | None = None
-    steps: Sequence[dict[str, Any]] = ()
+    steps: Sequence[dict[str, Any]] = ()  # lines of metrics.jsonl in order
     events: Sequence[EventRecord] = ()
-    samples: Mapping[int, Sequence[SampleRow]] = field(default_factory=dict)
-    skipped: Sequence[Mapping[str, Any]] = ()
-    data: Inspection | None = None
-    overlap: int = 0
-    trial: Trial | None = None
-    machine: Machine | None = None
-    died: str = ""
+    samples: Mapping[int, Sequence[SampleRow]] = field(default_factory=dict)  # training responses of some steps
+    skipped: Sequence[Mapping[str, Any]] = ()  # lines of skipped.jsonl
+    data: Inspection | None = None  # the training files
+    overlap: int = 0  # validation prompts that they hold
+    trial: Trial | None = None  # the reward on known right and wrong answers
+    machine: Machine | None = None  # the one that runs, or is to run, this
+    died: str = ""  # in words, where the run ended without a word of its own
 
     @property
     def rows(self) -> list[SampleRow]:
@@ -92,19 +82,14 @@ class Evidence:
 
     def series(self, name: str) -> dict[int, float]:
         """The finite values of a metric by step, the validation before training left out."""
-        return {
-            line["step"]: value
-            for line in self.steps
-            if line["step"] and (value := names.number(line, name)) is not None
-        }
+        steps = [line for line in self.steps if line["step"]]
+        return {line["step"]: value for line in steps if (value := names.number(line, name)) is not None}
 
     def groups(self) -> list[list[SampleRow]]:
         """The sampled responses with a score, by prompt."""
         found: dict[tuple[int, str], list[SampleRow]] = {}
-        for step, rows in self.samples.items():
-            for row in rows:
-                if row.score is not None:
-                    found.setdefault((step, row.uid), []).append(row)
+        for step, row in ((step, row) for step, rows in self.samples.items() for row in rows if row.score is not None):
+            found.setdefault((step, row.uid), []).append(row)
         return list(found.values())
 
 

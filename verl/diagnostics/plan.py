@@ -109,8 +109,7 @@ def kept_bytes(model: ModelFacts, part: Pack, b: int) -> int:
 
 def passing_bytes(model: ModelFacts, part: Pack, b: int) -> int:
     """What the backward pass of one layer needs beside that, and gives back: gradients of its scores or of its MLP."""
-    scores = part.scores * model.heads * 2 * b
-    return max(scores, part.tokens * (4 * model.intermediate + 2 * model.hidden) * b)
+    return max(part.scores * model.heads * 2 * b, part.tokens * (4 * model.intermediate + 2 * model.hidden) * b)
 
 
 def activations(model: ModelFacts, part: Pack, b: int, checkpointing: bool) -> int:

@@ -38,17 +38,8 @@ PROMPT = [1]
 
 
 class Sampling:
-    """Rollout workers that sample by a clock which is told to them.
-
-    Args:
-        places: of each worker.
-        token: seconds of one token of a response.
-        length: of a response, in tokens.
-
-    Attributes:
-        sampled: tokens, also of responses that were cancelled.
-        answers: that nobody has taken yet.
-    """
+    """Rollout workers with so many places each, that sample by a clock which is told to them. ``token``: seconds of one
+    token of a response. ``sampled``: tokens, also of responses that were cancelled. ``answers``: not taken yet."""
 
     def __init__(self, workers: int, places: int, token: float, length: Length) -> None:
         self.token, self.length, self.sampled = token, length, 0

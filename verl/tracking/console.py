@@ -41,9 +41,14 @@ def printable(text: str, limit: int | None = None) -> str:
     return text
 
 
-def duration(seconds: float) -> str:
-    """Seconds for people: ``0.08s``, ``8.3s``, ``4m05s``, ``2h07m``, ``3d04h``; ``-`` for no end."""
-    if not math.isfinite(seconds):
+def one_line(text: str, limit: int | None = None) -> str:
+    """The same without line breaks and runs of spaces."""
+    return " ".join(printable(text, limit).split())
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people: ``0.08s``, ``8.3s``, ``4m05s``, ``2h07m``, ``3d04h``; ``-`` for none and for no end."""
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 0.995:
         return f"{seconds:.2f}s"
@@ -120,20 +125,12 @@ _LEFT_OUT_FIRST = ("process", "update", "grad", "gen", "entropy", "KL", "length"
 
 
 class ConsoleTracker:
-    """One aligned line a step, under 100 columns; the header comes again every ``header_every`` lines.
+    """One aligned line a step, under 100 columns, coloured on a terminal; a narrow one gets fewer figures.
 
-    Of supervised training: loss, accuracy (reward models), validation, length, gradient norm, seconds, time left.
-
-    Colours on a terminal, the same line plain in a log. Shows reward (``critic/score/mean``), validation, response
-    length, KL, entropy, gradient norm, seconds by stage and the time left; ``-`` where a step has no such figure. Of
-    each validation it shows a few samples. A terminal too narrow for all of it gets fewer figures.
-
-    Args:
-        total_steps: N of "step k/N".
-        console: where to print; standard output by default.
-        header_every: lines between headers.
-        clock: seconds, for the time left.
-        samples: validation samples to show.
+    Reward (``critic/score/mean``), validation, response length, KL, entropy, gradient norm, seconds by stage and the
+    time left; of supervised training loss, accuracy (reward models), validation, length, gradient norm. ``-`` where a
+    step has no such figure. Of each validation ``samples`` responses. The header comes again every ``header_every``
+    lines.
     """
 
     def __init__(
@@ -187,9 +184,9 @@ class ConsoleTracker:
         styles = {"reward": "bold cyan", "loss": "bold cyan", "val": "bold green"} | dict.fromkeys(_STAGE_WIDTHS, "dim")
         line = Text(f"{f'{step}/{self._total}':>{self._step_width}}")
         for name, width in self._columns().items():
-            text = _seconds(stages.get(name)) if name in _STAGE_WIDTHS else figure(figures[name])
+            text = duration(stages.get(name)) if name in _STAGE_WIDTHS else figure(figures[name])
             line.append(" ").append(f"{text:>{width}}", style=styles.get(name, ""))
-        return line.append(f" {_seconds(self._time_left.after(step, metrics)):>6}")
+        return line.append(f" {duration(self._time_left.after(step, metrics)):>6}")
 
     def _columns(self) -> dict[str, int]:
         columns = dict(self._widths)
@@ -205,10 +202,6 @@ class ConsoleTracker:
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else duration(value)
 
 
 def print_samples(console: Console, rows: Sequence[SampleRow], k: int = 3, limit: int = 400) -> None:
@@ -228,7 +221,7 @@ def sample_head(row: SampleRow) -> Text:
     score = "not scored" if row.score is None else f"reward {row.score:.4g}"
     style = "yellow" if row.score is None else "green" if row.score > 0 else "red"
     facts: Mapping[str, str] = {
-        "truth": "" if row.ground_truth is None else printable(str(row.ground_truth), 60).replace("\n", " "),
+        "truth": "" if row.ground_truth is None else one_line(str(row.ground_truth), 60),
         "tokens": str(row.response_length) if row.response_length else "",
         "ended by": printable(row.finish_reason, 20),
     }

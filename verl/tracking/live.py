@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from verl.tracking import names
-from verl.tracking.console import ASCII_BLOCKS, BLOCKS, TimeLeft, duration, figure, printable, sample_head, sparkline
+from verl.tracking.console import ASCII_BLOCKS, BLOCKS, TimeLeft, duration, figure, one_line, sample_head, sparkline
 from verl.tracking.region import Region
 from verl.tracking.samples import SampleRow, Split
 
@@ -38,16 +38,9 @@ class StageClock(Protocol):
 class LiveTracker:
     """Shows a run while it trains and leaves its curves in the scrollback.
 
-    The training thread only hands over figures; a thread of the region draws them.
-
-    Args:
-        title: the run's name.
-        total_steps: N of "step k/N".
-        console: a terminal (see :func:`verl.tracking.region.wanted`).
-        parts: which part of a step runs now, by ``clock``.
-        history: steps that the run already has, as :func:`verl.tracking.names.read_metrics` gives them.
-        samples: at most how many samples to show: the best of a batch, then the worst.
-        clock: seconds.
+    The training thread only hands over figures; a thread of the region draws them. ``parts``: which part of a step runs
+    now, by ``clock`` (seconds). ``history``: steps that the run has already (:func:`verl.tracking.names.read_metrics`).
+    ``samples``: how many are shown at most, the best of a batch, then the worst.
     """
 
     def __init__(
@@ -117,9 +110,7 @@ class LiveTracker:
         done = self._step >= self._total
         state = f"{self._total} steps" if done else f"stopped after step {self._step} of {self._total}"
         spent = duration(self._clock() - self._started)
-        head = (
-            Text().append(f"{self._title}: ", "bold").append(f"{state}, {spent}", style="green" if done else "yellow")
-        )
+        head = Text().append(f"{self._title}: ", "bold").append(f"{state}, {spent}", "green" if done else "yellow")
         times = [_label("time").append(shares(self._stages))] if self._stages else []
         return [head, *self._curve_lines(columns), *times]
 
@@ -218,9 +209,9 @@ class ShownSample:
 
     @classmethod
     def of(cls, row: SampleRow, title: str) -> ShownSample:
-        prompt = _one_line(_CHAT_MARK.sub(" ", row.prompt[-READ_AT_MOST:]))
+        prompt = one_line(_CHAT_MARK.sub(" ", row.prompt[-READ_AT_MOST:]))
         head = sample_head(row).append(f" · {title}", style="dim")
-        return cls(head, prompt, _one_line(row.response[:READ_AT_MOST]) or "(empty)")
+        return cls(head, prompt, one_line(row.response[:READ_AT_MOST]) or "(empty)")
 
     def lines(self, columns: int) -> list[Text]:
         """Three or four: scores, the end of the prompt, and the start of the response in at most two lines."""
@@ -234,7 +225,3 @@ class ShownSample:
             response = [response[0], response[1] + "…"]
         shown = [Text("→ " if i == 0 else "  ").append(part) for i, part in enumerate(response)]
         return [self.head, Text("  " + prompt, style="dim"), *shown]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(printable(text).split())

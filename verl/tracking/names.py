@@ -28,19 +28,13 @@ VAL_LOSS, VAL_ACCURACY = "val/loss", "val/accuracy"
 # KL to the reference where it is computed, else to the policy at the start of the update (0 with one on-policy update).
 KL_NAMES = {"actor/kl_loss": "KL ref", "actor/reward_kl_penalty": "KL ref", "actor/ppo_kl": "KL old"}
 
-# Parts of each stage; where a run logs none of the parts, the stage's own total is taken.
+# Parts of each stage under timing_s/; where a run logs none of the parts, the stage's own total is taken.
 STAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "gen": (("timing_s/gen",), "timing_s/wait_rollout"),
-    "process": (
-        tuple(f"timing_s/{part}" for part in ("reward", "old_log_prob", "ref", "values", "adv")),
-        "timing_s/process",
-    ),
-    "update": (
-        tuple(f"timing_s/{part}" for part in ("update_critic", "update_actor", "update_weights")),
-        "timing_s/update",
-    ),
-    "validate": (("timing_s/testing",), "timing_s/evaluate"),
-    "save": (("timing_s/save_checkpoint",), "timing_s/save"),
+    "gen": (("gen",), "wait_rollout"),
+    "process": (("reward", "old_log_prob", "ref", "values", "adv"), "process"),
+    "update": (("update_critic", "update_actor", "update_weights"), "update"),
+    "validate": (("testing",), "evaluate"),
+    "save": (("save_checkpoint",), "save"),
 }
 
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<kind>acc|reward)/mean@(?P<n>\d+)")
@@ -94,12 +88,11 @@ def stage_seconds(metrics: Mapping[str, object]) -> dict[str, float]:
     """Seconds by stage (see ``STAGES``), for the stages that were timed."""
     seconds = {}
     for stage, (parts, total) in STAGES.items():
-        found = [value for name in parts if (value := number(metrics, name)) is not None]
-        whole = number(metrics, total)
-        if found:
-            seconds[stage] = sum(found)
-        elif whole is not None:
-            seconds[stage] = whole
+        for names in (parts, (total,)):
+            found = [value for name in names if (value := number(metrics, f"timing_s/{name}")) is not None]
+            if found:
+                seconds[stage] = sum(found)
+                break
     return seconds
 
 
@@ -164,15 +157,11 @@ def torn_note(lines: int, where: str) -> str:
 
 def merged_steps(records: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """One record a step, in order, and how many records were of no step."""
-    skipped = 0
+    known = [record for record in records if type(record.get("step")) is int]
     by_step: dict[int, dict[str, Any]] = {}
-    for record in records:
-        step = record.get("step")
-        if not isinstance(step, int) or isinstance(step, bool):
-            skipped += 1
-            continue
-        by_step.setdefault(step, {}).update(record)
-    return [by_step[step] for step in sorted(by_step)], skipped
+    for record in known:
+        by_step.setdefault(record["step"], {}).update(record)
+    return [by_step[step] for step in sorted(by_step)], len(records) - len(known)
 
 
 def summarize(steps: Sequence[dict[str, Any]]) -> RunSummary:
@@ -201,8 +190,7 @@ def _seconds(steps: Sequence[dict[str, Any]]) -> float | None:
     total, known, last = 0.0, False, None
     for line in steps:
         when, own = number(line, "time"), number(line, STEP_SECONDS)
-        staged = sum(stage_seconds(line).values())
-        busy = max(own or 0.0, staged)
+        busy = max(own or 0.0, sum(stage_seconds(line).values()))
         gap = when - last if when is not None and last is not None else None
         # A clock that jumped, or a stop of over a minute beyond the step's own time: trust the step.
         if busy and (gap is None or gap < 0 or gap > busy + 60):

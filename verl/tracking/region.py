@@ -34,14 +34,10 @@ class Region:
     """A block of lines under whatever is printed to a terminal.
 
     The console and the standard streams write through it, so that text, and the block under it, reach the terminal in
-    one piece whichever thread prints. A thread of its own redraws, a few times a second and only what changed: nobody
-    waits for a slow terminal. No mode of the terminal is switched (cursor, echo, screen): however the process ends,
-    there is nothing to restore.
-
-    Args:
-        console: where; prints of others to it appear above.
-        lines: what to draw, asked anew for each drawing, from any thread. Should it raise, drawing ends with a warning.
-        interval: seconds between drawings.
+    one piece whichever thread prints. A thread of its own redraws every ``interval`` seconds, and only what changed:
+    nobody waits for a slow terminal. No mode of the terminal is switched (cursor, echo, screen): however the process
+    ends, there is nothing to restore. ``lines`` is asked for each drawing, from any thread; should it raise, drawing
+    ends with a warning.
     """
 
     def __init__(self, console: Console, lines: Lines, interval: float = 0.5) -> None:

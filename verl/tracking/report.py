@@ -4,8 +4,8 @@ The page holds its styles, scripts and data and asks for nothing else; a content
 output reaches it only as JSON inside data blocks (every ``<`` escaped) and is shown through text nodes, characters that
 hide or reorder text by their names.
 
-What keeps it small and quick: at most ``MAX_POINTS`` points a curve (:func:`curves`), evenly
-chosen samples (:mod:`verl.tracking.report_samples`), the last ``MAX_EVENTS`` events. The page says what was left out.
+What keeps it small and quick: at most ``MAX_POINTS`` points a curve, evenly chosen samples, the last ``MAX_EVENTS``
+events. The page says what was left out.
 """
 
 from __future__ import annotations

@@ -28,23 +28,16 @@ MAX_TEXT = 6000  # characters of one prompt or response
 
 @dataclass(frozen=True)
 class ShownSamples:
-    """What the page gets.
+    """What the page gets; a text of ``groups`` is JSON, safe inside a data block: ``{step, split, uid, of, prompt,
+    ground_truth?, data_source?, rows: [{index, response, score?, shaped?, reward?, reason?, advantage?,
+    response_length?, finish_reason?, versions?, extras?, tokens?}]}``; ``of``: responses that the file has."""
 
-    Attributes:
-        groups: one JSON text a prompt, safe inside a data block: ``{step, split, uid, of, prompt, ground_truth?,
-            data_source?, rows: [{index, response, score?, shaped?, reward?, reason?, advantage?, response_length?,
-            finish_reason?, versions?, extras?, tokens?}]}``; ``of``: responses that the file has.
-        rows, of_rows: responses shown, and how many the shown steps have.
-        steps, of_steps: steps shown, and how many have samples.
-        torn: unreadable lines met.
-    """
-
-    groups: list[str]
-    rows: int
-    of_rows: int
-    steps: int
-    of_steps: int
-    torn: int
+    groups: list[str]  # a prompt each
+    rows: int  # shown
+    of_rows: int  # that the shown steps have
+    steps: int  # shown
+    of_steps: int  # that have samples
+    torn: int  # unreadable lines met
 
 
 @dataclass(frozen=True)

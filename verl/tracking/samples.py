@@ -48,34 +48,19 @@ class SampleRow:
     tokens: dict[str, Any] | None = None
 
 
-class SampleWriter:
-    """Writes the sample files of a run. ``run_dir``: the run. ``max_rows``: rows kept a step and split; beyond, whole
-    groups are kept, evenly spread over the batch."""
+def write_samples(run_dir: RunDir, step: int, split: Split, rows: Sequence[SampleRow], max_rows: int = 512) -> Path:
+    """Writes the split's rows of a step, in place of earlier ones; atomic. Raises VerlError on a full disk.
 
-    def __init__(self, run_dir: RunDir, max_rows: int = 512) -> None:
-        self._run_dir = run_dir
-        self._max_rows = max_rows
-
-    def write(self, step: int, split: Split, rows: Sequence[SampleRow]) -> Path:
-        """Writes the split's rows of a step, in place of earlier ones; atomic. Raises VerlError on a full disk."""
-        path = self._run_dir.samples(step)
-        lines = [_line(step, row) for row in pick_groups(rows, self._max_rows)]
-        write_atomic(path, "".join(f"{line}\n" for line in _lines_of_other_splits(path, split) + lines))
-        return path
-
-
-def _line(step: int, row: SampleRow) -> str:
-    fields = asdict(row)
-    if row.tokens is None:
-        del fields["tokens"]
-    return json_line({"step": step} | fields)
-
-
-def _lines_of_other_splits(path: Path, split: str) -> list[str]:
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    return [line.decode() for line in lines if (record := parse_line(line)) and record.get("split") != split]
+    ``max_rows``: beyond, whole groups are kept, evenly spread over the batch.
+    """
+    path = run_dir.samples(step)
+    there = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = [line.decode() for line in there if (record := parse_line(line)) and record.get("split") != split]
+    for row in pick_groups(rows, max_rows):
+        fields = {name: value for name, value in asdict(row).items() if name != "tokens" or value is not None}
+        lines.append(json_line({"step": step} | fields))
+    write_atomic(path, "".join(f"{line}\n" for line in lines))
+    return path
 
 
 def spread(count: int, k: int) -> list[int]:
@@ -103,15 +88,16 @@ def pick_groups(rows: Sequence[SampleRow], limit: int) -> list[SampleRow]:
 
 def read_samples(path: Path) -> tuple[list[SampleRow], int]:
     """The rows of a sample file, and how many lines were torn or no sample. Unknown fields are ignored."""
-    records, skipped = read_jsonl(path)
-    rows = []
-    for record in records:
-        row = _parse_row(record)
-        if row is None:
-            skipped += 1
-        else:
-            rows.append(row)
-    return rows, skipped
+    records, torn = read_jsonl(path)
+    rows = [row for record in records if (row := _parse_row(record)) is not None]
+    return rows, torn + len(records) - len(rows)
+
+
+# What else than these types has is not there.
+_KINDS: dict[str, Any] = dict.fromkeys(
+    ("score", "shaped", "reward", "advantage", "response_length"), int | float | None
+)
+_KINDS |= {"reason": str | None, "tokens": dict | None}
 
 
 def _parse_row(record: dict[str, Any]) -> SampleRow | None:
@@ -121,15 +107,10 @@ def _parse_row(record: dict[str, Any]) -> SampleRow | None:
     index, extras = known.get("index"), known.get("extras", {})
     if not isinstance(index, int) or not isinstance(extras, dict):
         return None
-    for name in ("score", "shaped", "reward", "advantage", "response_length"):
-        if not isinstance(known.get(name), int | float | None):
-            known[name] = None
+    for name, kind in _KINDS.items():
+        known[name] = value if isinstance(value := known.get(name), kind) else None
     for name in ("data_source", "finish_reason"):
         known[name] = str(known.get(name) or "")
-    if not isinstance(known.get("reason"), str | None):
-        known["reason"] = None
-    if not isinstance(known.get("tokens"), dict | None):
-        known["tokens"] = None
     return SampleRow(**known)
 
 
@@ -154,17 +135,13 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
     def tensor(name: str) -> Any:
         return tensors[name] if tensors is not None and name in tensors.keys() else None  # noqa: SIM118
 
-    mask, scores, advantages = (tensor("response_mask"), tensor("token_level_scores"), tensor("advantages"))
-    scored, versions, shaped = tensor("scored"), tensor("versions"), tensor("shaped_scores")
-    rewards = tensor("token_level_rewards")
+    mask, scored, versions, shaped = map(tensor, ("response_mask", "scored", "versions", "shaped_scores"))
+    scores, rewards, advantages = map(tensor, ("token_level_scores", "token_level_rewards", "advantages"))
     policy_version = batch.meta_info.get("policy_version")
     extras = {name.removeprefix(EXTRA_PREFIX): columns[name] for name in columns if name.startswith(EXTRA_PREFIX)}
     # Of the first prompt, which every choice of groups keeps: the best response and the worst.
-    first = (
-        [i for i in range(size) if columns["uid"][i] == columns["uid"][0]]
-        if mask is not None and scores is not None
-        else []
-    )
+    first = [i for i in range(size) if columns["uid"][i] == columns["uid"][0]]
+    first = first if mask is not None and scores is not None else []
     ranked = sorted(first, key=lambda i: _reduce(scores, i, mask[i].bool(), mean=False) or 0.0)
     shown = {ranked[0], ranked[-1]} if ranked and "responses" in tensors else set()
     rows = []

@@ -29,18 +29,10 @@ _COOKIE = "verl_token_{}"  # browsers send the cookies of a machine to all of it
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves ``/`` (the page) and ``/state`` (a text that changes with the runs).
+    """Serves ``/`` (the page of one run, or of several compared) and ``/state`` (a text that changes with the runs).
 
-    Args:
-        runs: one: its report; several: their comparison.
-        host: address to listen at; any but a loopback one gets a token.
-        port: 0: any that is free.
-
-    Attributes:
-        token: None where none is asked for.
-
-    Raises:
-        VerlError: a folder is no run's, or the address cannot be used.
+    ``port``: 0 is any that is free. ``token``: None where ``host`` is a loopback address. Raises VerlError: a folder is
+    no run's, or the address cannot be used.
     """
 
     daemon_threads = True
@@ -84,8 +76,7 @@ class ReportServer(ThreadingHTTPServer):
             state = self.state()
             if self._made is None or self._made[0] != state:
                 data, groups = (comparison_data(self.runs), []) if len(self.runs) > 1 else report_data(self.runs[0])
-                live = {"state": state, "seconds": POLL_SECONDS}
-                self._made = state, render(data | {"live": live}, groups)
+                self._made = state, render(data | {"live": {"state": state, "seconds": POLL_SECONDS}}, groups)
             return self._made[1]
 
 

@@ -36,15 +36,8 @@ class Service(ABC):
     """A tracker of a service: opens its run when training begins, hands on finite figures and validation samples.
 
     Steps that failed are sent again, in order, with the next one. The run's name at the service is kept in the run's
-    folder (``trackers.json``), so that a resumed run goes on there.
-
-    Args:
-        run_dir: the run; its ``config.yaml`` names project and experiment and is handed on.
-        resumed: the run goes on from a checkpoint.
-        clock: seconds.
-
-    Raises:
-        ConfigError: the package is not installed.
+    folder (``trackers.json``), so that a resumed run goes on there; its ``config.yaml`` names project and experiment
+    and is handed on. Raises ConfigError: the package is not installed.
     """
 
     package: ClassVar[str]
@@ -120,14 +113,8 @@ class Wandb(Service):
 
     def open(self, module: Any, config: dict[str, Any], name: str | None) -> str:
         self._module, name = module, name or _identity(8)
-        self._run = module.init(
-            project=self.project,
-            name=self.experiment,
-            config=config,
-            dir=str(self._run_dir.path),
-            id=name,
-            resume="allow",
-        )
+        place = {"project": self.project, "name": self.experiment, "dir": str(self._run_dir.path)}
+        self._run = module.init(**place, config=config, id=name, resume="allow")
         return name
 
     def put(self, step: int, metrics: dict[str, float]) -> None:
@@ -171,14 +158,8 @@ class Swanlab(Service):
 
     def open(self, module: Any, config: dict[str, Any], name: str | None) -> str:
         self._module, name = module, name or _identity(21)  # it takes no other length
-        module.init(
-            project=self.project,
-            experiment_name=self.experiment,
-            config=config,
-            logdir=str(self._run_dir.path / "swanlog"),
-            id=name,
-            resume="allow",
-        )
+        place = {"project": self.project, "logdir": str(self._run_dir.path / "swanlog")}
+        module.init(**place, experiment_name=self.experiment, config=config, id=name, resume="allow")
         return name
 
     def put(self, step: int, metrics: dict[str, float]) -> None:

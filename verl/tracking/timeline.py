@@ -31,20 +31,13 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class Usage:
-    """Of some steps.
-
-    Attributes:
-        steps: which.
-        seconds: of all of them.
-        shares: of the time, by stage; ``transfer``: weights, batches and answers are on their way, so that a stage has
-            begun and no worker computes; ``idle``: no stage has.
-        busy: share of the time in which each worker computes.
-    """
+    """How the time of some steps was spent. Of the shares ``transfer``: weights, batches and answers are on their way,
+    so that a stage has begun and no worker computes; ``idle``: no stage has."""
 
     steps: list[int]
-    seconds: float
-    shares: dict[str, float]
-    busy: dict[str, float]
+    seconds: float  # of all steps
+    shares: dict[str, float]  # of the time, by stage
+    busy: dict[str, float]  # share of the time in which each worker computes
 
 
 def read_timeline(run_dir: RunDir) -> list[dict[str, Any]]:

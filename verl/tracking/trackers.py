@@ -73,12 +73,7 @@ class JsonlTracker(MetricTracker):
 class TensorBoardTracker(MetricTracker):
     """TensorBoard events in the run's ``tensorboard`` folder, under the same names; configuration and samples as text.
 
-    Args:
-        run_dir: the run.
-        resumed_from: step of the checkpoint that the run goes on from; later events of the killed run are purged.
-
-    Raises:
-        ConfigError: tensorboard is not installed.
+    Events of a killed run behind ``resumed_from``, the step that the run goes on from, are purged.
     """
 
     def __init__(self, run_dir: RunDir, resumed_from: int | None = None) -> None:
@@ -116,11 +111,7 @@ def _markdown_code(text: str) -> str:
 
 class Tracker:
     """Feeds every tracker; one that fails is reported once, tried again at the next step, and never stops training.
-
-    Args:
-        run_dir: whose ``events.log`` gets failures and values that are not finite.
-        trackers: by name, in the order they are fed.
-    """
+    Failures, and values that are not finite, are noted in ``events.log``."""
 
     def __init__(self, run_dir: RunDir, trackers: Mapping[str, MetricTracker]) -> None:
         self._run_dir = run_dir
@@ -191,22 +182,14 @@ def _as_number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class TrackerContext:
-    """What a tracker may be built from.
-
-    Attributes:
-        total_steps: for "step k/N" and the time left.
-        resumed_from: step of the checkpoint that the run goes on from, None for a fresh run.
-        console: where a person looks.
-        parts: which part of a step runs now; None: nobody knows, and nothing is shown live.
-        samples: how many validation samples to show.
-    """
+    """What a tracker may be built from."""
 
     run_dir: RunDir
-    total_steps: int
-    resumed_from: int | None = None
-    console: Console | None = None
-    parts: StageClock | None = None
-    samples: int = 3
+    total_steps: int  # for "step k/N" and the time left
+    resumed_from: int | None = None  # step of the checkpoint that the run goes on from, None for a fresh run
+    console: Console | None = None  # where a person looks
+    parts: StageClock | None = None  # which part of a step runs now; None: nobody knows, and nothing is shown live
+    samples: int = 3  # validation samples to show
 
 
 def _console_tracker(context: TrackerContext) -> MetricTracker:

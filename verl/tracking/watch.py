@@ -23,7 +23,7 @@ from verl.diagnostics.evidence import Finding
 from verl.json_lines import parse_line
 from verl.run_dir import EventRecord, RunDir
 from verl.tracking import facts, names, region
-from verl.tracking.console import ASCII_BLOCKS, BLOCKS, duration, figure, printable
+from verl.tracking.console import ASCII_BLOCKS, BLOCKS, duration, figure, one_line, printable
 from verl.tracking.live import LABEL_WIDTH, ShownSample, best_and_worst, curve_lines, shares
 from verl.tracking.names import merged_steps, summarize
 from verl.tracking.region import Region
@@ -174,7 +174,7 @@ def _event(event: EventRecord) -> str:
 
 
 def _line(label: str, text: str, style: str = "") -> Text:
-    return Text().append(label.ljust(LABEL_WIDTH), "dim").append(" ".join(printable(text).split()), style)
+    return Text().append(label.ljust(LABEL_WIDTH), "dim").append(one_line(text), style)
 
 
 def watch(run_dir: RunDir, console: Console, once: bool = False) -> None:

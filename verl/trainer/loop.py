@@ -19,7 +19,7 @@ from verl.models.memory import held_memory
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.tracking.report import write_report
-from verl.tracking.samples import SampleWriter, Split, rows_from_batch
+from verl.tracking.samples import Split, rows_from_batch, write_samples
 from verl.tracking.trackers import Tracker
 from verl.trainer.advantages import Metrics
 from verl.trainer.batch_metrics import batch_metrics, cost_metrics, staleness_metrics
@@ -190,7 +190,7 @@ class TrainingLoop:
         tokenizer = self.val_sampler.tokenizer
         rows = [row for batch in batches for row in rows_from_batch(batch, split, tokenizer.decode)]
         step = self.state.step + (split == "train")
-        self.tracker.attempt("samples", lambda: SampleWriter(self.run_dir).write(step, split, rows), step)
+        self.tracker.attempt("samples", lambda: write_samples(self.run_dir, step, split, rows), step)
         self.tracker.samples(step, split, rows)
 
 
