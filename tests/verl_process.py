@@ -37,9 +37,11 @@ def _prepare_child() -> None:
 CLI = ("-m", "verl.cli")
 
 
-def _command(arguments: tuple[str, ...], mark: str, program: tuple[str, ...] = CLI) -> dict[str, Any]:
+def _command(
+    arguments: tuple[str, ...], mark: str, program: tuple[str, ...] = CLI, enter: tuple[str, ...] = ()
+) -> dict[str, Any]:
     return {
-        "args": [sys.executable, *program, *arguments],
+        "args": [*enter, sys.executable, *program, *arguments],
         "cwd": ROOT,
         "env": {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: mark},
         "stdin": subprocess.DEVNULL,
@@ -57,13 +59,17 @@ class Done:
 
 
 class Command:
-    """``verl ...`` in a session of its own, so that everything that it ever started can be found."""
+    """``verl ...`` in a session of its own, so that everything that it ever started can be found.
 
-    def __init__(self, *arguments: str, log: Path, program: tuple[str, ...] = CLI) -> None:
+    Args:
+        enter: words of a command before it.
+    """
+
+    def __init__(self, *arguments: str, log: Path, program: tuple[str, ...] = CLI, enter: tuple[str, ...] = ()) -> None:
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         self._mark = uuid.uuid4().hex
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(**_command(arguments, self._mark, program), stdout=out, stderr=err)
+            self.process = subprocess.Popen(**_command(arguments, self._mark, program, enter), stdout=out, stderr=err)
 
     @property
     def pid(self) -> int:
@@ -137,17 +143,19 @@ def listening(processes: Iterable[int]) -> dict[int, set[str]]:
 
 
 @contextmanager
-def verl_started(*arguments: str, log: Path, program: tuple[str, ...] = CLI) -> Iterator[Command]:
-    command = Command(*arguments, log=log, program=program)
+def verl_started(
+    *arguments: str, log: Path, program: tuple[str, ...] = CLI, enter: tuple[str, ...] = ()
+) -> Iterator[Command]:
+    command = Command(*arguments, log=log, program=program, enter=enter)
     try:
         yield command
     finally:
         command.end()
 
 
-def verl(*arguments: str, log: Path, seconds: float = 120.0) -> Done:
+def verl(*arguments: str, log: Path, seconds: float = 120.0, enter: tuple[str, ...] = ()) -> Done:
     """Run to its end; nothing that it started may outlive it by more than a moment."""
-    with verl_started(*arguments, log=log) as command:
+    with verl_started(*arguments, log=log, enter=enter) as command:
         done = command.wait(seconds)
         command.wait_for_nothing_left(10.0)
         return done

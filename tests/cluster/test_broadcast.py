@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from verl.cluster import weight_sync
 from verl.cluster.weight_sync import Broadcast, Meeting, Participant
+
+STORES: dict[str, HashStore] = defaultdict(HashStore)
+
+
+def participant() -> Participant:
+    return Participant(lambda name, seconds: STORES[name])
+
 
 MEETING = Meeting("", ("a", "b"), 30.0, nccl=False, local=True)
 
@@ -39,11 +47,11 @@ def same(got: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
 
 
 def test_all_get_the_senders_bits_and_a_death_among_them_is_noticed_by_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 64)  # each tensor goes by itself
-    meeting = replace(MEETING, file=str(tmp_path / "one"), seconds=600.0)
-    present = {rank: Participant() for rank in range(3)}
+    meeting = replace(MEETING, name="one", seconds=600.0)
+    present = {rank: participant() for rank in range(3)}
     for seed in range(2):
         got = exchanged(present, tensors(seed), meeting)
         assert [trouble for _, trouble in got.values()] == [""] * 3
@@ -52,13 +60,13 @@ def test_all_get_the_senders_bits_and_a_death_among_them_is_noticed_by_the_other
     got = exchanged(present, tensors(2), meeting)
     assert "waited for the others with part 1 of 3, 600 s (rollout.worker_timeout) at most: " in got[0][1]
     assert got[1][1] or same(got[1][0], tensors(2))
-    got = exchanged(present, tensors(3), replace(meeting, file=str(tmp_path / "two"), workers=("a",)))
+    got = exchanged(present, tensors(3), replace(meeting, name="two", workers=("a",)))
     assert [trouble for _, trouble in got.values()] == ["", ""] and same(got[1][0], tensors(3))
 
 
-def test_who_hangs_in_a_broadcast_is_waited_for_no_longer_than_the_limit(tmp_path: Path) -> None:
-    meeting = replace(MEETING, file=str(tmp_path / "file"), seconds=1.5)
-    present = {rank: Participant() for rank in range(3)}
+def test_who_hangs_in_a_broadcast_is_waited_for_no_longer_than_the_limit() -> None:
+    meeting = replace(MEETING, name="hang", seconds=1.5)
+    present = {rank: participant() for rank in range(3)}
     assert all(not trouble for _, trouble in exchanged(present, tensors(1), meeting).values())
     large = tensors(2, size=4_000_000)  # more than the connection to who does not read it holds
     hanging = present.pop(2)
@@ -68,13 +76,13 @@ def test_who_hangs_in_a_broadcast_is_waited_for_no_longer_than_the_limit(tmp_pat
     assert hanging._group is not None
 
 
-def test_who_does_not_come_to_meet_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    meeting = replace(MEETING, file=str(tmp_path / "file"), seconds=0.5)
-    for _, trouble in exchanged({0: Participant(), 1: Participant()}, tensors(1), meeting).values():
+def test_who_does_not_come_to_meet_is_not_waited_for_for_ever() -> None:
+    meeting = replace(MEETING, name="absent", seconds=0.5)
+    for _, trouble in exchanged({0: participant(), 1: participant()}, tensors(1), meeting).values():
         assert "waited for the others to meet, 0.5 s at most" in trouble
 
 
-def test_who_was_not_reached_gets_what_was_sent_and_the_next_ones_meet_anew(tmp_path: Path) -> None:
+def test_who_was_not_reached_gets_what_was_sent_and_the_next_ones_meet_anew() -> None:
     answers = {"a": "", "b": ""}
     sent: list[Meeting] = []
     events: list[tuple[str, ...]] = []
@@ -88,7 +96,8 @@ def test_who_was_not_reached_gets_what_was_sent_and_the_next_ones_meet_anew(tmp_
 
     exports = iter(["first", "second"])
     meeting = partial(Meeting, seconds=1.0, nccl=False, local=True)
-    sync = Broadcast(send, lambda: next(exports), meeting, tmp_path / "weights", lambda *event: events.append(event))
+    forgotten: list[str] = []
+    sync = Broadcast(send, lambda: next(exports), meeting, forgotten.append, lambda *event: events.append(event))
     sync.publish(1, workers)
     sync.publish(2, workers)
     assert sent[0] == sent[1] and sent[0].workers == ("a", "b")
@@ -103,7 +112,5 @@ def test_who_was_not_reached_gets_what_was_sent_and_the_next_ones_meet_anew(tmp_
     del answers["a"]
     sync.publish(5, workers)
     assert [meeting.workers for meeting in sent] == [("a", "b")] * 4 + [("b",)]
-    assert sent[2] == sent[1] and len({meeting.file for meeting in sent[2:]}) == 3
-    assert (tmp_path / "weights").stat().st_mode & 0o777 == 0o700
-    sync.close()
-    assert not (tmp_path / "weights").exists()
+    assert sent[2] == sent[1] and len({meeting.name for meeting in sent[2:]}) == 3
+    assert forgotten == [sent[0].name, sent[3].name, sent[4].name]

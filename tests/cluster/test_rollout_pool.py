@@ -25,10 +25,12 @@ set_environment(1)
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ["RAY_AUTH_MODE"] = "disabled"  # as many a cluster that is joined
 import ray
+from ray.experimental.internal_kv import _internal_kv_list
 from test_rollout_worker import SPEC, bits, config_of, requests
 
 from verl.cluster.ray_runtime import _answers_anybody
 from verl.cluster import rollout_crew
+from verl.cluster.network import NAMESPACE, forget_meeting
 from verl.cluster.rollout_pool import RolloutPool
 from verl.cluster.weight_sync import Broadcast, Disk, Meeting, SharedMemory, exported
 from verl.cluster.worker import Worker
@@ -49,7 +51,7 @@ sync = Broadcast(
     lambda meeting: ([deed() for deed in harm], trainer.broadcast_weights(meeting))[1],
     lambda: ray.put(trainer.sent_weights()),
     partial(Meeting, seconds=6.0, nccl=False, local=True),
-    Path(sys.argv[1]).parent / "weights",
+    forget_meeting,
     lambda kind, subject, detail: events.append([kind, subject, detail]),
 )
 pool = RolloutPool(
@@ -111,7 +113,7 @@ found["retried"] = pool.metrics()["rollout/retried"]
 # One dies in the midst of a broadcast, over connections that stood: the other samples on, and so does who comes for it.
 found["broadcast"] = [len(sync._received)]
 pool.publish(3)
-found["broadcast"] += [len(sync._received), count("missed")]
+found["broadcast"] += [len(sync._received), count("missed"), len(_internal_kv_list("", namespace=NAMESPACE))]
 pid = ray.get(list(pool._crew.members.values())[0].actor.__ray_call__.remote(lambda self: os.getpid()))
 harm += [lambda: os.kill(pid, signal.SIGKILL)]
 pool.publish(2)
@@ -154,12 +156,12 @@ found["workers"] = pool.metrics()["rollout/workers"]
 found["spans"] = {name: sorted({what for what, _, _ in spans}) for name, spans in pool.spans().items()}
 
 shared = SharedMemory(lambda: ray.put(exported(trainer._actor.policy.model.named_parameters())))
-folder, pool._sync = pool._sync._folder, shared
+pool._sync = shared
 pool.publish(5)
 found["shared memory"] = bits(pool.generate(named("shared"))) == versions_as(5)
 
 # Given up, asked for again under other weights, from disk: one answer each, of the new ones.
-pool._sync = Disk(trainer.write_weights, folder)
+pool._sync = Disk(trainer.write_weights, Path(sys.argv[1]).parent / "weights")
 stale = named("stale", 20)
 pool.submit(stale)
 pool.cancel([request.slot for request in stale])
@@ -266,7 +268,7 @@ def test_weights_from_disk_are_the_trainers(found: dict[str, Any]) -> None:
 
 
 def test_a_worker_that_dies_in_a_broadcast_changes_nothing(found: dict[str, Any]) -> None:
-    assert found["broadcast"] == [2, 2, 0] and found["harmed"], found["events"]
+    assert found["broadcast"] == [2, 2, 0, 0] and found["harmed"], found["events"]
     died = [detail for kind, _, detail in found["events"] if kind == "died"]
     assert died[2] == "died during receive"
     (missed,) = [event[1:] for event in found["events"] if event[0] == "missed"]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
 import signal
-import socket
-import struct
 import tempfile
 import threading
 import time
@@ -23,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.metric import Metric, merge_all
 from verl.cluster.early_scoring import LISTENING, Listener
+from verl.cluster.network import network_interface
 from verl.cluster.object_store import STORE_FULL, store_full, stored
 from verl.cluster.profiling import Span
 from verl.cluster.roles import merged_memory
@@ -36,7 +34,6 @@ from verl.rollout.protocol import EngineStats, Request, Result
 
 GRACE_SECONDS = 5.0  # after a failure, for the other ranks
 DUMP_SECONDS = 0.5
-SIOCGIFADDR = 0x8915  # an interface's address, of netdevice(7)
 MOST_OF_A_DUMP = 8000  # characters
 
 
@@ -287,17 +284,6 @@ def use_network(worker: object) -> tuple[str, int, int]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     return dumpable(worker)
-
-
-def network_interface() -> str:
-    """The one that Ray uses on this machine, by name; empty where none has its address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an address
-                found = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == ray.util.get_node_ip_address():
-                    return name
-    return ""
 
 
 def stack_of(node: str, process: int, descriptor: int) -> str:

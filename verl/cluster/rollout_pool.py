@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.cluster.compression import Compressed, decompressed
 from verl.cluster.early_scoring import for_scoring
+from verl.cluster.network import forget_meeting
 from verl.cluster.object_store import STORE_FULL, store_full, stored
 from verl.cluster.placement import Plan, WorkerSpec
 from verl.cluster.profiling import Span, joined
@@ -380,9 +381,8 @@ def started_pool(
 
 
 def _weight_sync(config: Config, plan: Plan, trainer: RayWorkers, log: EventLog) -> WeightSync:
-    folder = RunDir(config.run_dir).weights
     if config.rollout.weight_sync == "disk":
-        return Disk(trainer.write_weights, folder)
+        return Disk(trainer.write_weights, RunDir(config.run_dir).weights)
     if config.rollout.weight_sync == "shared_memory":
         return SharedMemory(trainer.exported_weights)
     meeting = partial(
@@ -391,4 +391,4 @@ def _weight_sync(config: Config, plan: Plan, trainer: RayWorkers, log: EventLog)
         nccl=all(processes.device == "cuda" for processes in (plan.group_of("actor"), *plan.rollout)),
         local=config.cluster.address is None,
     )
-    return Broadcast(trainer.broadcast_weights, trainer.sent_weights, meeting, folder, log)
+    return Broadcast(trainer.broadcast_weights, trainer.sent_weights, meeting, forget_meeting, log)

@@ -112,14 +112,14 @@ class Meeting:
     """Of the actor's first process, which sends and is rank 0, and the workers that receive.
 
     Attributes:
-        file: over which they find each other; no port is opened to meet. Another one for every group.
+        name: under which they find each other. Another one for every group.
         workers: by name, in the order of their ranks.
         seconds: most that a broadcast may take.
         nccl: all of them compute on GPUs; else they exchange main memory by gloo.
-        local: all are on one machine, and exchange over its loopback interface; else over the one that Ray uses.
+        local: all are on one machine, and exchange over its loopback interface; else from the addresses that Ray uses.
     """
 
-    file: str
+    name: str
     workers: tuple[str, ...]
     seconds: float
     nccl: bool
@@ -133,8 +133,8 @@ class Broadcast:
     Args:
         send: sends to those who meet there, and says what went wrong, if anything.
         export: puts what was sent last into the object store and returns the reference.
-        meeting: of a file and workers.
-        folder: for these files.
+        meeting: of a name and workers.
+        forget: takes away what they left where they met under that name.
         log: of events.
     """
 
@@ -143,23 +143,24 @@ class Broadcast:
         send: Callable[[Meeting], str],
         export: Callable[[], Any],
         meeting: Callable[[str, tuple[str, ...]], Meeting],
-        folder: Path,
+        forget: Callable[[str], None],
         log: Callable[[str, str, str], None],
     ) -> None:
-        self._send, self._export, self._meeting_of, self._log = send, export, meeting, log
-        self._folder = folder.absolute()
+        self._send, self._export, self._meeting_of, self._forget, self._log = send, export, meeting, forget, log
         self._meeting: Meeting | None = None
         self._received: set[str] = set()
         self._exported: Any = None
-        self.close()
 
     def publish(self, version: int, workers: Workers) -> None:
         there = tuple(workers("ready")())  # who is dead is not waited for
-        if self._meeting is None or there != self._meeting.workers:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._meeting = self._meeting_of(str(self._folder / f"meeting_{secrets.token_hex(8)}"), there)
-        answered = workers("receive", version, self._meeting)
-        missed = {"actor": self._send(self._meeting)} | dict.fromkeys(there, "it was lost") | answered()
+        new = self._meeting is None or there != self._meeting.workers
+        meeting = self._meeting_of(f"broadcast-{secrets.token_hex(8)}", there) if new else self._meeting
+        assert meeting is not None
+        self._meeting = meeting
+        answered = workers("receive", version, meeting)
+        missed = {"actor": self._send(meeting)} | dict.fromkeys(there, "it was lost") | answered()
+        if new:
+            self._forget(meeting.name)
         self._received = {name for name in there if not missed[name]}
         self._exported = None
         told = "; ".join(f"{name}: {missed[name]}" for name in ("actor", *there) if missed[name])
@@ -178,13 +179,25 @@ class Broadcast:
         """Who sends and who receives let go of a version when they have the next."""
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        pass
+
+
+def _over_ray(name: str, seconds: float) -> dist.Store:
+    from verl.cluster.network import RayStore  # not where all is in one process
+
+    return RayStore(name, seconds)
 
 
 class Participant:
-    """A process's part in broadcasts. It stays connected as long as the meeting is the same and all goes well."""
+    """A process's part in broadcasts. It stays connected as long as the meeting is the same and all goes well.
 
-    def __init__(self) -> None:
+    Args:
+        store: of a meeting's name and a limit in seconds, over which they find each other.
+    """
+
+    def __init__(self, store: Callable[[str, float], dist.Store] = _over_ray) -> None:
+        self._store_of = store
+        self._store: dist.Store | None = None
         self._meeting: Meeting | None = None
         self._group: Any = None
 
@@ -204,7 +217,8 @@ class Participant:
         try:
             if meeting.workers and meeting != self._meeting:
                 self._group = None
-                self._group, self._meeting = _met(rank, meeting), meeting
+                self._store = self._store_of(meeting.name, min(MEET_SECONDS, meeting.seconds))
+                self._group, self._meeting = _met(rank, meeting, self._store), meeting
             for number, bucket in enumerate(buckets if meeting.workers else (), 1):
                 doing = f"with part {number} of {len(buckets)}, {meeting.seconds:g} s (rollout.worker_timeout)"
                 options = dist.BroadcastOptions()
@@ -216,25 +230,32 @@ class Participant:
         return copies, ""
 
 
-def _met(rank: int, meeting: Meeting) -> Any:
-    limit, size = timedelta(seconds=min(MEET_SECONDS, meeting.seconds)), len(meeting.workers) + 1
-    store = dist.FileStore(meeting.file, size)
-    store.set_timeout(limit)
-    interface = "lo" if meeting.local else os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    if not meeting.local and interface == "lo":  # it is not the user's wish, but that of ranks on one machine
-        from verl.cluster.ray_worker import network_interface
-
-        interface = network_interface()
+def _met(rank: int, meeting: Meeting, store: Any) -> Any:
+    size = len(meeting.workers) + 1
     if meeting.nccl:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        from verl.cluster.network import network_interface
+
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if meeting.local else network_interface())
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # its errors and limits are raised here, and end no process
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=meeting.seconds)
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = limit
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    options._timeout = timedelta(seconds=min(MEET_SECONDS, meeting.seconds))
+    options._devices = [dist.ProcessGroupGloo.create_device(**_own_address(meeting))]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(meeting: Meeting) -> dict[str, str]:
+    """Where the others reach this process, as gloo is told."""
+    if meeting.local:
+        return {"interface": "lo"}
+    from verl.cluster.network import node_address
+
+    wish = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    # The loopback interface is not the user's wish, but that of ranks on one machine. An interface may have addresses
+    # that the others do not reach; Ray's they do.
+    return {"interface": wish} if wish != "lo" else {"hostname": node_address()}
 
 
 def _buckets(named: Mapping[str, Tensor], device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
