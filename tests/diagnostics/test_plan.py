@@ -95,6 +95,18 @@ def test_memory_by_hand(model: Path) -> None:
     assert f"code of {5 * 21 * 2 + 40 * 2} matrix products" in process.held
 
 
+def test_a_broadcast_holds_the_weights_a_second_time(model: Path) -> None:
+    facts = read_facts(str(model))
+    asked = {"cluster__backend": "ray", "trainer__mode": "async", "model__dtype": "float32"}
+    found = []
+    for sync in ("broadcast", "shared_memory"):
+        config = config_of(model, **asked, rollout__weight_sync=sync)
+        found.append(processes(config, make_plan(config, 2, 0), facts, None, LENGTHS, GIB))
+    for with_it, without in zip(*found, strict=True):
+        assert with_it.held == without.held | {"weights of a broadcast": 4 * TINY}
+    assert [process.name for process in found[0]] == ["main: actor, reward", "rollout: rollout"]
+
+
 def test_ranks_share_what_is_sharded(model: Path) -> None:
     facts = read_facts(str(model))
     settings = {"trainer__n_gpus_per_node": 4, "trainer__device": "cuda", "cluster__backend": "ray"}

@@ -146,11 +146,14 @@ def processes(
     ``memory``: bytes that one process may have; the cache of keys and values takes no more than half of what is left.
     """
     found = [
-        _group(config, group, model, critic, lengths, memory) for group in plan.groups if group.roles != {"reward"}
+        _group(config, group, model, critic, lengths, memory, _staged(config, plan, model))
+        for group in plan.groups
+        if group.roles != {"reward"}
     ]
     for spec in plan.rollout:
         held = _libraries(config, spec, {model})
         held["rollout weights"] = _frozen(model, bytes_of(config), spec.device)
+        held |= _staged(config, plan, model)
         stage = _rollout(config, spec, model, lengths, memory - sum(held.values()), plan.rollout[0].count)
         found.append(Process(f"{spec.pool}: rollout", spec.count, spec.device, held, {"rollout": stage}))
     return found
@@ -192,6 +195,13 @@ def _frozen(model: ModelFacts, b: int, device: str) -> int:
     return model.parameters * b + model.multiplied * packed
 
 
+def _staged(config: Config, plan: Plan, model: ModelFacts) -> dict[str, int]:
+    """Of the actor's first process and of rollout workers: what was sent, or is received while the version before it
+    computes."""
+    broadcast = plan.rollout and config.rollout.weight_sync == "broadcast"
+    return {"weights of a broadcast": model.parameters * bytes_of(config)} if broadcast else {}
+
+
 def _trained(config: Config, model: ModelFacts, ranks: int, device: str, name: str) -> dict[str, int]:
     b, sharded = bytes_of(config), ranks > 1 and config.actor.strategy == "fsdp2"
     share = -(-model.parameters // ranks) if sharded else model.parameters
@@ -202,11 +212,19 @@ def _trained(config: Config, model: ModelFacts, ranks: int, device: str, name: s
 
 
 def _group(
-    config: Config, group: Group, model: ModelFacts, critic: ModelFacts | None, lengths: Lengths, memory: int
+    config: Config,
+    group: Group,
+    model: ModelFacts,
+    critic: ModelFacts | None,
+    lengths: Lengths,
+    memory: int,
+    staged: dict[str, int],
 ) -> Process:
+    """``staged``: what the actor keeps of weights that it has published."""
     b, ranks, device = bytes_of(config), group.count, group.device
     sharded, shared = ranks > 1 and config.actor.strategy == "fsdp2", shares(config)
     held = _libraries(config, group, {model, *([critic] if critic is not None and "critic" in group.roles else [])})
+    held |= staged if "actor" in group.roles else {}
     stages: dict[str, dict[str, int]] = {}
     rows = -(-config.data.train_batch_size * config.rollout.n // ranks)
     for role, facts in (("actor", model), ("critic", critic)):
