@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl.cli import entry
-from verl.cli.completion import SCRIPTS, candidates
+from verl.cli.entry import SCRIPTS, candidates
 from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

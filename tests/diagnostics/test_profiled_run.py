@@ -7,7 +7,7 @@ from pathlib import Path
 
 from faulty import build_letters, config_of, trained
 
-from verl.diagnostics.profile import profile_run
+from verl.tracking.timeline import profile_run
 
 
 def test_a_profiled_run_leaves_traces_and_a_whole_timeline(tmp_path: Path) -> None:

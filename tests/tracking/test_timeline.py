@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from verl.diagnostics.profile import profile_run, words
 from verl.errors import VerlError
 from verl.run_dir import RunDir
-from verl.tracking.timeline import read_timeline, rows_of, trace, usage, usual
+from verl.tracking.timeline import profile_run, read_timeline, rows_of, trace, usage, usual, words
 
 # A step of 10 s: sampled for 4 s, of which its worker computes 3.5; reference 1 s; update 3 s (the worker: 2.8) with a
 # look-ahead of 3 s behind it; weights 0.5 s; 0.5 s between the stages; validation 1 s.

@@ -149,7 +149,7 @@ def test_every_row_is_logged_by_some_run(found: dict[str, set[str]]) -> None:
 def test_no_name_has_two_rows() -> None:
     plain = [name for name in names() if "<" not in name]
     rows = [row for group in TABLE.values() for row in group if row.name != "<metric>/skipped"]
-    assert {name: [row.name for row in rows if row.pattern.fullmatch(name)] for name in plain} == {
+    assert {name: [row.name for row in rows if pattern_of(row.name).fullmatch(name)] for name in plain} == {
         name: [row_of(name).name]
         for name in plain  # type: ignore[union-attr]
     }

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl.errors import ConfigError
 from verl.json_lines import json_line
+from verl.run_dir import RunDir, write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-    from verl.run_dir import RunDir
 
 
 Commands = argparse._SubParsersAction  # what ``add_subparsers`` returns
@@ -156,7 +155,7 @@ def tell(notes: Iterable[str]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def terminal() -> Console:
+def screen() -> Console:
     """Where tables and styled text are printed: words as they are, long lines left to the terminal."""
     from rich.console import Console
 
@@ -182,8 +181,6 @@ def histogram(counts: Sequence[tuple[str, int]]) -> Iterator[str]:
 
 def write_page(text: str, out: Path | None) -> None:
     """Into the file, whose name is printed, or to standard output."""
-    from verl.run_dir import write_atomic
-
     if out is None:
         print(text, end="")
     else:
@@ -206,33 +203,15 @@ def settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), [word for word in words if word not in files]
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """The type of an argument: a whole number from ``least`` up."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
-        return value
-
-    return read
-
-
-positive, nonnegative = whole(1), whole(0)
-
-
-def number(least: float = -inf, most: float = inf, above: bool = False) -> Callable[[str], float]:
+def number(least: float = -inf, most: float = inf, above: bool = False, kind: type = float) -> Callable[[str], Any]:
     """The type of an argument: a number; where ``least`` is given a finite one from (or above) it up to ``most``."""
     words = f"{'above' if above else 'at least'} {least:g}" + ("" if most == inf else f" and at most {most:g}")
 
-    def read(text: str) -> float:
+    def read(text: str) -> Any:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
         fits = isfinite(value) and (least < value if above else least <= value) and value <= most
         if least > -inf and not fits:
             raise argparse.ArgumentTypeError(f"{text} is not {words}")
@@ -241,6 +220,7 @@ def number(least: float = -inf, most: float = inf, above: bool = False) -> Calla
     return read
 
 
+positive, natural = number(1, kind=int), number(0, kind=int)
 above_zero = number(0, above=True)
 
 

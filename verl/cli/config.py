@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, command, group, print_json, tell, terminal, write_page
+from verl.cli.arguments import Commands, command, group, print_json, screen, tell, write_page
+from verl.errors import ConfigError
 from verl.json_lines import json_line
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _show(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(as_json(loaded, keys))
         return
-    console = terminal()
+    console = screen()
     for line, origin in tree(loaded, keys, not arguments.no_origins):
         console.print(Text(line).append(origin, "dim" if origin == "# default" else "cyan"))
     notes = [f"{key} is required and not given" for key in loaded.missing]
@@ -76,7 +77,6 @@ def _sorted(words: list[str]) -> tuple[str | None, list[str], list[str]]:
     """
     from verl.config.explain import named
     from verl.config.translate import unknown
-    from verl.errors import ConfigError
 
     settings = [word for word in words if "=" in word or word.startswith("~")]
     keys = {word: named(word) for word in words if word not in settings}
@@ -108,7 +108,6 @@ def _diff(arguments: argparse.Namespace) -> None:
 
     The exit code is 0 whether they differ or not.
     """
-
     from verl.config.explain import difference
     from verl.config.keys import one_line
 
@@ -148,7 +147,6 @@ def _named(name: str | None, settings: Sequence[str] = (), under: Sequence[str] 
     from verl.config import load_config
     from verl.config.names import did_you_mean
     from verl.config.settings import presets
-    from verl.errors import ConfigError
 
     if name is not None and _names_nothing(name):
         fix = f"{did_you_mean(name, presets())}presets: {', '.join(presets())}"
@@ -174,7 +172,6 @@ def _explain_metrics(arguments: argparse.Namespace) -> None:
     verl metrics explain actor/grad_norm
     """
     from verl.config.names import did_you_mean
-    from verl.errors import ConfigError
     from verl.tracking.metric_table import names, row_of
 
     found = []

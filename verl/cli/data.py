@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, command, group, histogram, nonnegative, positive, print_json, progress
+from verl.cli.arguments import Commands, command, group, histogram, natural, positive, print_json, progress
 from verl.cli.evaluate import add_evaluation, evaluation_config
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def add(commands: Commands) -> None:
     gym = command(data, "reasoning-gym", _data_reasoning_gym)
     gym.add_argument("--task", required=True, help="such as chain_sum")
     gym.add_argument("--size", type=positive, required=True, help="training problems")
-    gym.add_argument("--val-size", type=nonnegative, default=0, help="held-out problems, into <out>_val.parquet")
+    gym.add_argument("--val-size", type=natural, default=0, help="held-out problems, into <out>_val.parquet")
     gym.add_argument("--seed", type=int, default=0, help="default 0")
     gym.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of the task; may be repeated")
     gym.add_argument("--instruction", help="system message put before every problem")
@@ -137,8 +138,6 @@ def _data_preferences(arguments: argparse.Namespace) -> None:
     Responses are scored by the rule of the row's data source, or by --rule or --reward. A prompt whose responses all
     have the same score gives no pair.
     """
-    from pathlib import Path
-
     from verl.cluster.threads import available_cores, set_environment
 
     set_environment(available_cores())
@@ -175,7 +174,6 @@ def _data_inspect(arguments: argparse.Namespace) -> None:
 
     verl data inspect my.jsonl --model smollm2-135m
     """
-
     from verl.data.inspection import inspect_files
 
     tokenizer = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, a_run, command, positive, print_json, settings, tell, terminal
+from verl.cli.arguments import Commands, a_run, command, positive, print_json, screen, settings, tell
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,8 +41,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     The exit code is 1 where there is an error among the findings, else 0. See docs/troubleshooting.md.
     """
-    from dataclasses import asdict
-
     from verl.diagnostics.doctor import examine
 
     evidence, subject = _evidence(arguments.words, arguments.preset)
@@ -48,18 +48,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"subject": subject, "findings": [asdict(finding) for finding in findings]})
     else:
-        _print_findings(terminal(), subject, evidence, findings)
+        _print_findings(screen(), subject, evidence, findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 
 def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, str]:
     """Of a run where the words name one; else of a configuration."""
-    from pathlib import Path
-
     from verl.config import load_config
     from verl.config.settings import presets as preset_names
     from verl.diagnostics.doctor import of_config, of_run
-    from verl.errors import ConfigError
     from verl.tracking.runs import find_run
 
     source, overrides = settings(words)
@@ -144,7 +141,7 @@ def _replay(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(replayed.compared)
     else:
-        _print_replayed(terminal(), replayed, arguments.all)
+        _print_replayed(screen(), replayed, arguments.all)
 
 
 def _print_replayed(console: Console, replayed: Replayed, everything: bool) -> None:

@@ -1,8 +1,9 @@
-"""Entry point: the parser with all commands, and what becomes of errors and signals."""
+"""Entry point: the parser with all commands, what becomes of errors and signals, and TAB in bash, zsh and fish."""
 
 from __future__ import annotations
 
 import argparse
+import glob
 import io
 import os
 import select
@@ -10,14 +11,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from verl import __version__
-from verl.cli import completion
-from verl.cli.arguments import Parser
+from verl.cli.arguments import Parser, command
 from verl.errors import ConfigError, VerlError, meant
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
@@ -133,7 +134,9 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for module in MODULES:
         import_module(f"verl.cli.{module}").add(commands)
-    completion.add(commands, build_parser)
+    completion = command(commands, "completion", _completion)
+    completion.add_argument("shell", metavar="SHELL", help=", ".join(SCRIPTS))
+    completion.add_argument("line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     parser.group_commands(commands, GROUPS)
     return parser
 
@@ -141,3 +144,101 @@ def build_parser() -> Parser:
 def _on_terminate(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends at once
     raise _Terminated
+
+
+ASK = "words"  # in the place of a shell: what the scripts call, with the words of the line behind it
+
+SCRIPTS = {shell: Path(__file__).with_name(f"completion.{shell}") for shell in ("bash", "zsh", "fish")}
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    """Print what lets a shell complete verl's words.
+
+    verl completion bash
+    verl completion fish
+
+    To have it in every shell, put into ~/.bashrc or ~/.zshrc (behind compinit) the line
+      eval "$(verl completion bash)"        # or zsh
+    and for fish write it into ~/.config/fish/completions/verl.fish.
+    """
+    if arguments.shell == ASK:
+        for name, help in candidates(build_parser(), arguments.line or [""]):
+            print(f"{name}\t{help}" if help else name)
+    elif arguments.shell in SCRIPTS:
+        print(SCRIPTS[arguments.shell].read_text(encoding="utf-8"), end="")
+    else:
+        raise ConfigError("no completion for this shell", arguments.shell, f"one of {', '.join(SCRIPTS)}")
+
+
+def candidates(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What the last of the words, which may be empty, can become, each with a line of help or "".
+
+    What ends in ``.``, ``/`` or ``=`` is only the beginning of a word.
+    """
+    *before, current = words
+    for word in before:
+        parser = _commands(parser).get(word, parser)
+    option = parser._option_string_actions.get(before[-1]) if before else None
+    if option is not None and option.nargs != 0:
+        found = _values(option)
+    elif current.startswith("-"):
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        found = ((name, action.help or "") for action in shown for name in action.option_strings)
+    elif _commands(parser):
+        found = ((name, child.description or "") for name, child in _commands(parser).items())
+    else:
+        found = _positional(parser, current)
+    for name, help in found:
+        if name.startswith(current):
+            yield name, " ".join(help.split())
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return actions[0].choices if actions else {}
+
+
+def _values(action: argparse.Action) -> Iterator[tuple[str, str]]:
+    from verl.config.settings import presets
+
+    if action.dest == "preset":
+        yield from presets().items()
+    for choice in action.choices or ():
+        yield str(choice), ""
+
+
+def _positional(parser: argparse.ArgumentParser, current: str) -> Iterator[tuple[str, str]]:
+    """Settings, keys and configuration files where the command takes them, and words of a fixed set."""
+    from verl.config.keys import using
+    from verl.config.schema import Config
+    from verl.config.schema_supervised import COMMANDS
+
+    for action in parser._actions:
+        if action.option_strings:
+            continue
+        yield from _values(action)
+        if action.dest in ("words", "key"):
+            with using(COMMANDS.get(parser.prog, Config)):
+                yield from _keys(current, "=" if action.dest == "words" else "")
+        if action.dest == "words":
+            for path in sorted(glob.glob(f"{glob.escape(current)}*")):
+                if os.path.isdir(path):
+                    yield f"{path}/", ""
+                elif path.endswith((".yaml", ".yml")):
+                    yield path, ""
+
+
+def _keys(current: str, end: str) -> Iterator[tuple[str, str]]:
+    """Keys up to the next dot; behind ``key=`` the words that the key may take."""
+    from verl.config.keys import choices, leaves, sections
+
+    key, equals, _ = current.partition("=")
+    if equals:
+        field = leaves().get(key)
+        for word in [*choices(key), *(["true", "false"] if field is not None and field.annotation is bool else [])]:
+            yield f"{key}={word}", ""
+        return
+    stem = current[: current.rfind(".") + 1]
+    for name, field in {**sections(), **leaves()}.items():
+        if name.startswith(stem) and "." not in name[len(stem) :]:
+            yield name + ("." if name in sections() else end), field.description or ""

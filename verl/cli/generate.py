@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from verl.cli.arguments import Commands, command, nonnegative, number, positive, progress, tell
-from verl.errors import DataError
+from verl.cli.arguments import Commands, command, natural, number, positive, progress, tell
+from verl.errors import DataError, VerlError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,6 @@ def _trained_on_text(name: str, run: RunDir | None, tokenizer: PreTrainedTokeniz
     from verl.config import build_config
     from verl.config.schema_supervised import schema_of
     from verl.data.sources import open_source
-    from verl.errors import VerlError
     from verl.tracking.facts import read_config
 
     tree = read_config(run)[1] if run is not None else None
@@ -209,7 +208,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--presence-penalty", number(), 0.0, "against tokens that the response has (default 0: off)")
     add("--frequency-penalty", number(), 0.0, "the same, as often as it has them (default 0: off)")
     add("--logit-bias", _biases, {}, 'added to logits by token id: {"11": -5}', metavar="JSON")
-    add("--min-new-tokens", nonnegative, 0, "responses are not shorter (default 0)")
+    add("--min-new-tokens", natural, 0, "responses are not shorter (default 0)")
     add("--seed", int, 1, "the same seed gives the same responses (default 1)")
     add("--chat-template-kwargs", _json_object, {}, 'such as {"enable_thinking": false}', metavar="JSON")
     add("--max-num-seqs", positive, None, "responses at once (default 64)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import Commands, command, positive
 from verl.diagnostics.plan import GIB, Lengths, Machine, this_machine, to_fit, up
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.models.facts import ModelFacts, read_facts
 
 if TYPE_CHECKING:
@@ -136,7 +136,6 @@ def choose_reward(
     arguments: argparse.Namespace, data: DataFacts, out: Path
 ) -> tuple[dict[str, Entry], tuple[Path, str] | None]:
     """Settings of the reward, and a file to write if no rule fits: (path, content)."""
-    from verl.errors import RewardError
     from verl.rewards.custom import load_function
     from verl.rewards.rules import by_source
     from verl.rewards.written_numbers import whole_number

@@ -5,20 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import (
-    Commands,
-    a_run,
-    above_zero,
-    command,
-    nonnegative,
-    print_json,
-    settings,
-    table,
-    tell,
-    terminal,
-)
+from verl.cli.arguments import Commands, a_run, above_zero, command, natural, print_json, screen, settings, table, tell
 from verl.diagnostics.plan import GIB, SPARE, Lengths, Process, bytes_of, needed, planned, this_machine, to_fit
 from verl.diagnostics.plan_time import Speed, Stage, batch_words, calibrate, given, stages_of
 from verl.errors import ConfigError
@@ -35,7 +25,7 @@ def add(commands: Commands) -> None:
     plan.add_argument("words", nargs="*", metavar="CONFIG | key=value", help="a YAML file; settings")
     plan.add_argument("--preset", action="append", default=[], metavar="NAME", help="under the file; may be repeated")
     plan.add_argument("--memory", type=_memory, metavar="SIZE", help="of one GPU, or the machine: 80GB (GiB are meant)")
-    plan.add_argument("--gpus", type=nonnegative, metavar="N", help="of the machine; default: those that are here")
+    plan.add_argument("--gpus", type=natural, metavar="N", help="of the machine; default: those that are here")
     lengths = _numbers(2, "two numbers of tokens such as 200,600")
     plan.add_argument("--lengths", type=lengths, metavar="P,R", help="tokens of prompt and response; default: the most")
     plan.add_argument("--tflops", type=above_zero, metavar="X", help="that a process attains in training, not measured")
@@ -76,8 +66,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     No weight is loaded. The exit code is 1 where the run does not fit, else 0. See docs/planning.md.
     """
-    from dataclasses import asdict, replace
-
     from verl.config import load_config
 
     source, overrides = _source(arguments)
@@ -181,8 +169,6 @@ def _simulated(
 
 
 def _print_simulated(setting: Setting, workers: list[int], words: str, json: bool) -> int:
-    from dataclasses import asdict
-
     from verl.diagnostics.simulate import schedules
 
     found = schedules(setting, workers)
@@ -190,7 +176,7 @@ def _print_simulated(setting: Setting, workers: list[int], words: str, json: boo
         rows = {label: [asdict(cell) for cell in row] for label, row in found.items()}
         print_json({"setting": words, "workers": workers, "schedules": rows})
         return 0
-    console = terminal()
+    console = screen()
     console.print(words)
     many = [f"{count} worker{'s'[: count > 1]}" for count in workers]
     shown = table("trainer.mode", *many, title="Seconds of a step, simulated")
@@ -205,7 +191,7 @@ def _print_simulated(setting: Setting, workers: list[int], words: str, json: boo
 def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], found: list[Process]) -> None:
     from verl.tracking.console import printable
 
-    console = terminal()
+    console = screen()
     console.print(
         f"{printable(subject)}: {model.parameters:,} parameters, {model.layers} layers of {model.hidden}, "
         f"{model.heads} heads ({model.kv_heads} of keys and values), vocabulary {model.vocabulary:,}"
@@ -230,7 +216,7 @@ def _print(subject: str, model: ModelFacts, lengths: Lengths, words: list[str], 
 
 
 def _print_time(stages: list[Stage], source: str | None) -> None:
-    console = terminal()
+    console = screen()
     if source is None:
         console.print("\nStep time: give --tflops and --bandwidth of one GPU; there is none here to measure")
         return
@@ -250,7 +236,7 @@ def _short(number: float) -> str:
 def _print_verdict(needed: int, memory: int, fits: bool, advice: list[str] | None, least: int, gpu: bool) -> None:
     from rich.text import Text
 
-    console = terminal()
+    console = screen()
     of = "of a GPU" if gpu else "of this machine"
     verdict = Text("\n").append(*("It fits", "bold green") if fits else ("It does not fit", "bold red"))
     most = f"{memory / GIB:.2f} GiB {of} at most {(1 - SPARE) * memory / GIB:.2f} should be used"

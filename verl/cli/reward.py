@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.arguments import Commands, above_zero, command, group, histogram, positive, print_json, progress, terminal
+from verl.cli.arguments import Commands, above_zero, command, group, histogram, positive, print_json, progress, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,6 @@ def _test(arguments: argparse.Namespace) -> None:
     of texts), and is for the data's row of the same number unless its "row" (or a sample's "uid") says which. Without
     --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
     """
-
     from verl.data.options import parse_options
     from verl.rewards.trial import read_tried, reward_config, try_reward, with_other_truths
 
@@ -68,7 +67,7 @@ def _test(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(_as_json(reports))
         return
-    console = terminal()
+    console = screen()
     for report in reports:
         _print(console, report)
     if len(reports) == 2:

@@ -8,13 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Commands, a_run, command, group, nonnegative, print_json
+from verl.cli.arguments import Commands, a_run, command, group, natural, print_json
+from verl.errors import ConfigError, VerlError
 from verl.json_lines import json_line
+from verl.run_dir import RunDir, write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from verl.run_dir import RunDir
     from verl.tracking.runs import RunDescription, RunOverview
 
 
@@ -33,7 +34,7 @@ def add(commands: Commands) -> None:
     scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="how many there shall be")
     watch.add_argument("--once", action="store_true", help="one picture, as where there is no terminal")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's gets a token")
-    serve.add_argument("--port", type=nonnegative, default=8266, help="default 8266; 0: any that is free")
+    serve.add_argument("--port", type=natural, default=8266, help="default 8266; 0: any that is free")
     report.add_argument("--out", type=Path, help="file to write (default: report.html or compare.html in the run)")
 
 
@@ -57,7 +58,7 @@ def _profile(arguments: argparse.Namespace) -> None:
 
     verl profile runs/first
     """
-    from verl.diagnostics.profile import profile_run, words
+    from verl.tracking.timeline import profile_run, words
 
     profile = profile_run(a_run(arguments.run))
     if arguments.json:
@@ -103,8 +104,6 @@ def _scale(arguments: argparse.Namespace) -> None:
     verl scale runs/first --rollout-workers 4
     """
     from verl.config import load_config
-    from verl.errors import ConfigError, VerlError
-    from verl.run_dir import write_atomic
 
     run, wanted = a_run(arguments.run), arguments.rollout_workers
     config = load_config(str(run.config), []).config

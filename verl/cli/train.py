@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl.cli.arguments import Commands, a_run, command, group, positive, settings
 from verl.cli.generate import DTYPES
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.json_lines import json_line
 
 
@@ -140,7 +140,6 @@ def _export(arguments: argparse.Namespace) -> None:
     """
     from verl.checkpoint.export import export_hf
     from verl.checkpoint.store import CheckpointStore
-    from verl.errors import CheckpointError
 
     run = a_run(arguments.run)
     store = CheckpointStore(run.checkpoints)

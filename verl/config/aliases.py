@@ -21,8 +21,7 @@ _TABLES = read_table("spellings.json")
 PREFIXES: dict[str, str] = _TABLES["prefixes"]
 """Beginnings of keys, longer ones first: the first that fits is taken. ``actor_rollout_ref.`` is one beside them."""
 ALIASES: dict[str, str] = _TABLES["aliases"]
-"""Whole keys. The flat ppo_micro_batch_size counts responses on one rank; actor.ppo_micro_batch_size (older) counts
-those of all ranks."""
+"""Whole keys. The flat ppo_micro_batch_size is of one rank; actor.ppo_micro_batch_size, an older key, of all ranks."""
 GLOBAL_MICRO_BATCH: dict[str, str] = _TABLES["global_micro_batch"]
 """Older keys that count responses of all ranks together; divided by the ranks when the configuration is read."""
 MISNOMERS: dict[str, str] = _TABLES["misnomers"]  # no keys, and the key that was probably meant: for error messages

@@ -33,8 +33,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What the engine is asked for; the fields behind ``greedy_baseline`` are as in
-    :class:`verl.rollout.protocol.SamplingParams`."""
+    """What the engine is asked for; behind ``greedy_baseline`` as :class:`verl.rollout.protocol.SamplingParams`."""
 
     temperature: float  # the divisor of the logits; 0: greedy
     top_p: float  # probability mass kept, 1 for all
@@ -115,8 +114,7 @@ def plan(config: Config, role: str, over: int | None) -> BatchPlan:
 
 
 def reference_limits(config: Config) -> tuple[int | None, int | None]:
-    """Responses and tokens in one forward pass of the reference on one rank: its own limit, else the actor's; one of
-    them is None."""
+    """Responses and tokens of one forward pass of the reference on a rank: its own or the actor's; one is None."""
     ref, actor = config.ref, config.actor
     rows, tokens = ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
     dynamic = ref.log_prob_use_dynamic_bsz

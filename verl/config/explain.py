@@ -47,8 +47,7 @@ def explain(word: str) -> str:
 
 
 def in_parts(word: str) -> dict[str, Any]:
-    """The same for programs: as ``text``, and as the facts of every key of ours that the word stands for; of all keys
-    for an empty one."""
+    """For programs: the same ``text``, and the facts of every key that the word stands for; of all without one."""
     text, names = (explain(word), named(word.partition("=")[0])) if word else (overview(), [""])
     keys = [key for key in leaves() if any(name in ("", key) or key.startswith(f"{name}.") for name in names)]
     return {"asked": word, "text": text, "keys": [asdict(facts(key)) for key in keys]}

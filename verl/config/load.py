@@ -49,8 +49,7 @@ def overlay(lower: Mapping[str, Setting], upper: Mapping[str, Setting]) -> dict[
 
 
 def origins_of(settings: Iterable[Setting], values: Mapping[str, Any]) -> dict[str, Origin]:
-    """The origin of every key of the schema. ``settings``: what the user gave, lower layers first. ``values``: what it
-    came to, by key."""
+    """The origin of every key: ``settings`` are what the user gave, lower layers first, ``values`` what it came to."""
     found = dict.fromkeys(leaves(), DEFAULT)
     for setting in settings:
         key = GLOBAL_MICRO_BATCH.get(setting.key, setting.key)
@@ -70,6 +69,9 @@ def _written(setting: Setting, key: str, values: Mapping[str, Any]) -> str:
 
 
 SupervisedT = TypeVar("SupervisedT", bound=SupervisedConfig)
+AnySchema = type[Config] | type[SupervisedConfig]
+Given = str | Path | Mapping[str, Any] | None
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,7 @@ def load_config(
 
 
 def load_supervised(
-    schema: type[SupervisedT],
-    source: str | Path | Mapping[str, Any] | None = None,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    schema: type[SupervisedT], source: Given = None, overrides: Overrides = ()
 ) -> tuple[SupervisedT, list[str]]:
     """A configuration of ``verl sft`` or ``verl reward-model train`` and its notices; otherwise as :func:`load_config`.
     Raises ConfigError: with everything that is wrong in one message."""
@@ -126,11 +126,7 @@ def load_supervised(
 
 
 def _load(
-    schema: type[Config] | type[SupervisedConfig],
-    source: str | Path | Mapping[str, Any] | None,
-    overrides: Sequence[str] | Mapping[str, Any],
-    presets: Sequence[str],
-    allow_missing: bool,
+    schema: AnySchema, source: Given, overrides: Overrides, presets: Sequence[str], allow_missing: bool
 ) -> tuple[Any, list[str], dict[str, Origin], tuple[str, ...]]:
     settings: dict[str, Setting] = {}
     for layer in _layers(source, overrides, presets):
@@ -158,9 +154,7 @@ def _check_kind(schema: type[Section], settings: Iterable[Setting]) -> None:
         raise ConfigError("this is a configuration of RL training", files[min(odd)], "start it with verl train")
 
 
-def _layers(
-    source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any], presets: Sequence[str]
-) -> Iterator[list[Setting]]:
+def _layers(source: Given, overrides: Overrides, presets: Sequence[str]) -> Iterator[list[Setting]]:
     for name in [presets] if isinstance(presets, str) else presets:
         yield read_preset(name)
     if source is not None:
@@ -177,11 +171,9 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     return _build(Config, tree, {})  # type: ignore[no-any-return]
 
 
-def _build(schema: type[Config] | type[SupervisedConfig], tree: Mapping[str, Any], places: Mapping[str, str]) -> Any:
-    # With both sections there, a missing field is reported by its own name.
-    whole = {"data": {}, "model": {}} | dict(tree)
-    try:
-        return schema.model_validate(whole)
+def _build(schema: AnySchema, tree: Mapping[str, Any], places: Mapping[str, str]) -> Any:
+    try:  # with both sections there, a missing field is reported by its own name
+        return schema.model_validate({"data": {}, "model": {}} | dict(tree))
     except ValidationError as error:
         raise_problems(problems_of(error, places))
         raise

@@ -10,11 +10,15 @@ from pydantic import Field, field_validator, model_validator
 from verl.config.base import FieldProblem, Section, Unit, also, check_entries, field, in_stage, part
 from verl.config.names import did_you_mean
 from verl.config.problems import Problem
-from verl.config.units import FreeDict, Number, Seconds, Steps, StringList
+from verl.config.units import FreeDict, Number, Seconds, Steps, StringList, must
 
 MAIN = "main"
 TRAINED = ("actor", "critic", "reference", "reward")
 """Roles whose processes answer to calls; rollout workers are a pool of their own kind."""
+
+
+_SHARE = "a process has a share of one GPU (0.5), or whole ones"
+_WHOLE = must(lambda gpus: gpus <= 1 or gpus == int(gpus), "is not whole", _SHARE)
 
 
 class PoolConfig(Section):
@@ -25,28 +29,16 @@ class PoolConfig(Section):
     processes: Annotated[int, Unit("processes")] | None = Field(None, ge=1)
     nodes: Annotated[int, Unit("machines")] | None = Field(None, ge=1)
     threads: Annotated[int, Unit("threads")] | None = Field(None, ge=1)
-    gpus: Annotated[float, Unit("GPUs")] | None = Field(None, ge=0)
+    gpus: Annotated[float, Unit("GPUs"), _WHOLE] | None = Field(None, ge=0)
     memory_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
     resources: dict[str, Number] = Field(default_factory=dict)
     device: Literal["auto", "cpu", "cuda"] | None = None
     env: dict[str, str] = Field(default_factory=dict)
     kv_cache_gb: Annotated[float, Unit("GiB")] | None = Field(None, gt=0)
 
-    @field_validator("gpus")
-    @classmethod
-    def _whole_above_one(cls, value: float | None) -> float | None:
-        if value is not None and value > 1 and value != int(value):
-            raise FieldProblem("is not whole", "a process has a share of one GPU (0.5), or whole ones")
-        return value
-
     @model_validator(mode="after")
     def _device_and_gpus(self) -> PoolConfig:
-        if (
-            self.gpus is not None
-            and (self.gpus == 0) == (self.device == "cuda")
-            and self.device != "auto"
-            and self.device
-        ):
+        if self.gpus is not None and self.device in ("cpu", "cuda") and (self.gpus == 0) == (self.device == "cuda"):
             raise FieldProblem(f"has device: {self.device} and gpus: {self.gpus:g}", "leave one of them out")
         return self
 
@@ -89,8 +81,7 @@ class ClusterConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster; null: a local one, started and stopped by the run."""
     threads: Annotated[int, Unit("threads")] | None = Field(None, ge=1)
-    """CPU threads of each process whose pool does not say it; null: the cores, shared by the processes that work at
-    once."""
+    """CPU threads of each process whose pool does not say it; null: the cores, shared by those that work at once."""
     pools: FreeDict = Field(default_factory=dict)
     """Processes by the name of their pool: {name: {processes, nodes, threads, gpus, memory_gb, resources, device,
     env, kv_cache_gb}}; docs/cluster.md says what each does."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from verl.config.base import FieldProblem, Section, Unit, also, field, in_stage, part
-from verl.config.units import FreeDict, Number, Prompts, RowLimit, Seed, Share, StringList, Tokens
+from verl.config.units import Files, FreeDict, Number, Prompts, RowLimit, Seed, Share, StringList, Tokens
 
 READING = in_stage("start: reading the data files")
 RENDERING = in_stage("start: rendering the prompts")
@@ -20,12 +20,6 @@ Dtype = Annotated[
         float16=("fp16", "half", "torch.float16"),
     ),
 ]
-
-
-def check_some_files(value: list[str]) -> list[str]:
-    if not value:
-        raise FieldProblem("names no file", "give at least one parquet or jsonl file")
-    return value
 
 
 class SamplerConfig(Section):
@@ -72,15 +66,13 @@ class DataConfig(Section):
 
     acts_in: ClassVar[str] = "rollout: the loader of prompts"
 
-    train_files: StringList = Field(**READING)
-    """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list, read in the order
-    given."""
+    train_files: Files = Field(**READING)
+    """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list, read in this order."""
     val_files: StringList = field([], "Validation files, as train_files; empty: no validation takes place.", **READING)
     train_batch_size: Prompts = field(1024, "Prompts drawn for one training step.", ge=1)
     val_batch_size: Prompts | None = Field(None, ge=1, **in_stage("validation: the loader of prompts"))
     """Prompts generated at once in validation; null: the whole validation set."""
-    max_prompt_length: Tokens = Field(512, ge=1, **READING)
-    """Longest prompt in tokens; what happens to longer ones: truncation."""
+    max_prompt_length: Tokens = field(512, "Longest prompt in tokens; longer ones: truncation.", ge=1, **READING)
     max_response_length: Tokens = Field(512, ge=1, **in_stage("rollout: the engine"))
     """Most tokens that the engine samples for one response."""
     truncation: Literal["error", "left", "right", "middle"] = Field("error", **READING)
@@ -113,8 +105,6 @@ class DataConfig(Section):
     custom_cls: CustomDatasetConfig = part(CustomDatasetConfig)
     sampler: SamplerConfig = part(SamplerConfig)
 
-    _some_files = field_validator("train_files")(check_some_files)
-
 
 class Fp16Config(Section):
     """The loss scale of float16 training, which keeps small gradients from vanishing; for ``model.dtype=float16``."""
@@ -140,7 +130,6 @@ class ModelConfig(Section):
     """Compute type of trainer and engine alike; master weights are always float32."""
     fp16: Fp16Config = part(Fp16Config)
     trust_remote_code: bool = False
-    """Run Python code that comes with the model; its tokenizer's (data.trust_remote_code) and that of other models is
-    asked for apart."""
+    """Run Python code that comes with the model; for its tokenizer and other models see their own trust_remote_code."""
     enable_gradient_checkpointing: bool = Field(False, **in_stage("update: backward passes of actor and critic"))
     """Recompute activations in the backward pass: less memory, about a third more time."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from verl.config.base import FieldProblem, Section, Unit, check_entries, field, in_stage, part
-from verl.config.units import FreeDict, Number, Seconds, Share, StringList, Tokens
+from verl.config.units import FreeDict, Number, Seconds, Share, StringList, Tokens, must
 
 RESERVED_NAMES = ("score", "acc", "pred", "answer")  # keys of a reward function's result that mean something
 SHAPING = "process: reward shaping"
@@ -55,8 +55,7 @@ class RewardModelConfig(Section):
     trust_remote_code: bool = field(False, "Run Python code that comes with this model and its tokenizer.")
     max_length: Tokens | None = Field(None, ge=2)
     """Most tokens of prompt and response that it reads; null: what it has positions for."""
-    truncation: Literal["left", "right"] = "left"
-    """Side on which longer ones lose tokens; left keeps the response."""
+    truncation: Literal["left", "right"] = field("left", "Side on which longer ones lose tokens; left: responses stay.")
     max_token_len_per_gpu: Tokens = Field(16384, ge=2)
     """Most tokens of one of its forward passes; memory and speed only."""
 
@@ -78,23 +77,28 @@ Score: N
 where N is a number from 0 (worthless) to 10 (perfect)."""
 
 
+_ASKS = must(lambda text: "{response}" in text, "does not hold {response}", "write it where the answer is to stand")
+_WEB_ADDRESS = must(
+    lambda text: text.startswith(("http://", "https://")), "is no web address", "begin it with http:// or https://"
+)
+
+
 class JudgeConfig(Section):
     """A language model behind an OpenAI-compatible endpoint that judges responses, beside the others or instead."""
 
     acts_in: ClassVar[str] = "rollout: the scorer"
 
-    base_url: str | None = Field(None, min_length=1)
+    base_url: Annotated[str | None, _WEB_ADDRESS] = Field(None, min_length=1)
     """Address of the endpoint, such as http://localhost:8000/v1; null: no judge."""
     model: str = field("default", "Name of the model at the endpoint.", min_length=1)
-    prompt: str = Field(JUDGE_PROMPT, min_length=1)
+    prompt: Annotated[str, _ASKS] = Field(JUDGE_PROMPT, min_length=1)
     """What it is asked; {prompt}, {response} and {ground_truth} stand for those."""
     pattern: str = Field(r"Score:\s*(-?\d+(?:\.\d+)?)", min_length=1)
     """Regular expression whose group is the score; the last place that fits counts."""
     weight: Number = field(1.0, "Factor of its score in the sum with the other rewards.")
     api_key_env: str | None = field(None, "Environment variable that holds the key; null: no key is sent.")
     max_concurrency: Annotated[int, Unit("requests")] = field(8, "Requests under way at once.", ge=1)
-    requests_per_minute: Number | None = Field(None, gt=0)
-    """Most requests begun in a minute, evenly spaced; null: any number."""
+    requests_per_minute: Number | None = field(None, "Most requests begun in a minute, evenly spaced; null: any.", gt=0)
     timeout: Seconds = field(60.0, "Seconds for one answer.", gt=0)
     retries: Annotated[int, Unit("requests")] = Field(3, ge=0)
     """Further tries where the endpoint does not answer, is busy or has failed."""
@@ -109,20 +113,6 @@ class JudgeConfig(Section):
             raise FieldProblem(f"is no regular expression: {error}", "correct it") from error
         if groups != 1:
             raise FieldProblem(f"has {groups} groups, and one is the score", "put the number, and only it, in (...)")
-        return value
-
-    @field_validator("prompt")
-    @classmethod
-    def _asks_about_the_response(cls, value: str) -> str:
-        if "{response}" not in value:
-            raise FieldProblem("does not hold {response}", "write {response} where the answer is to stand")
-        return value
-
-    @field_validator("base_url")
-    @classmethod
-    def _web_address(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("http://", "https://")):
-            raise FieldProblem("is no web address", "begin it with http:// or https://")
         return value
 
 
@@ -163,8 +153,7 @@ class OverlongBufferConfig(Section):
 
     enable: bool = field(False, "Whether to penalise.")
     len: Tokens | None = Field(None, ge=0)
-    """The penalty grows over the last so many tokens before max_resp_len, from 0 to its full; null: a fifth of
-    max_resp_len."""
+    """The penalty grows over the last so many tokens before max_resp_len, from 0 on; null: a fifth of max_resp_len."""
     penalty_factor: Number = field(1.0, "The full penalty, at max_resp_len tokens and beyond.", ge=0)
     max_resp_len: Tokens | None = field(None, "Where it is full; null: data.max_response_length.", ge=1)
 

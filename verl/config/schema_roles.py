@@ -25,8 +25,7 @@ class PolicyLossConfig(Section):
     clip_cov_ratio: Share = field(2e-4, "clip_cov: share of all tokens that is left out.", ge=0, le=1)
     clip_cov_lb: Number = field(1.0, "clip_cov: tokens are left out only above this covariance.")
     clip_cov_ub: Number = field(5.0, "clip_cov: tokens are left out only below this covariance.")
-    kl_cov_ratio: Share = Field(2e-3, ge=0, le=1)
-    """kl_cov: share of tokens, by covariance from the top, that is held back."""
+    kl_cov_ratio: Share = field(2e-3, "kl_cov: share of tokens, those of most covariance, held back.", ge=0, le=1)
     ppo_kl_coef: Number = field(1.0, "kl_cov: weight of their penalty, the absolute log-ratio.", ge=0)
 
     @property
@@ -105,8 +104,7 @@ class RolloutCorrectionConfig(Section):
     """k1: the ratio kept, as a range [lo, hi], or one number c for [1/c, c]; k2, k3: the largest divergence kept."""
     bypass_mode: bool = field(False, "Take the engine's log-probs as old ones: the loss's ratio corrects by itself.")
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """With bypass_mode: the policy loss as configured, or the policy gradient -A log pi times the importance
-    weights."""
+    """With bypass_mode: the policy loss as configured, or the policy gradient -A log pi times importance weights."""
 
     @property
     def active(self) -> bool:
@@ -161,8 +159,7 @@ class OptimConfig(Section):
     weight_decay: Number = field(0.01, "Decoupled weight decay (AdamW).", ge=0)
     betas: tuple[Beta, Beta] = field((0.9, 0.999), "Decay rates of Adam's first and second moment.")
     eps: Number = field(1e-8, "Added to the root of Adam's second moment.", gt=0)
-    decay_norms_and_biases: bool = False
-    """Decay parameters of one dimension too (norms and biases), as verl does."""
+    decay_norms_and_biases: bool = field(False, "Decay parameters of one dimension too (norms, biases), as verl does.")
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """A gradient with NaN or infinity: leave the step out and count it (skipped_steps), or stop the run. What a dynamic
     loss scale can mend is always skipped."""

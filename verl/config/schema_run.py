@@ -15,7 +15,20 @@ from verl.config.base import FieldProblem, Section, Takes, Unit, also, field, in
 from verl.config.names import did_you_mean
 from verl.config.problems import Problem
 from verl.config.schema_roles import KlType, RolloutCorrectionConfig
-from verl.config.units import Every, Number, Passes, Responses, Seconds, Seed, Share, Steps, StringList, Tokens, TopK
+from verl.config.units import (
+    Every,
+    Number,
+    Passes,
+    Responses,
+    Seconds,
+    Seed,
+    Share,
+    Steps,
+    StringList,
+    Tokens,
+    TopK,
+    must,
+)
 
 WORKERS = in_stage("start: the workers")
 VALIDATION = in_stage("validation")
@@ -36,6 +49,10 @@ def _engine_name(value: str) -> str:
     raise FieldProblem("names no engine", f"{hint}use embedded, or FILE.py:CLASS for a class of your own")
 
 
+_EMPTY = "an empty stop text would end every response at once"
+_NO_EMPTY = must(lambda texts: "" not in texts, _EMPTY, "leave the empty text out")
+
+
 class ValSamplingConfig(Section):
     """Sampling in validation: its own, never the training values."""
 
@@ -49,13 +66,10 @@ class ValSamplingConfig(Section):
     repetition_penalty: Number = Field(1.0, gt=0)
     """Above 1: tokens that prompt or response have become less likely (CTRL); 1: off."""
     presence_penalty: Number = field(0.0, "Taken from the logits of tokens that the response has; 0: off.", ge=-2, le=2)
-    frequency_penalty: Number = Field(0.0, ge=-2, le=2)
-    """Taken from a token's logit as often as the response has it; 0: off."""
+    frequency_penalty: Number = field(0.0, "As presence_penalty, once for each time it is there; 0: off.", ge=-2, le=2)
     logit_bias: dict[TokenId, Number] = field({}, "Added to the logits, by token id, such as {11: -5}.")
-    min_new_tokens: Tokens = Field(0, ge=0)
-    """Responses do not end before so many tokens, by end token, stop id or stop text."""
-    do_sample: bool | None = None
-    """false: greedy whatever the temperature; null: sample when the temperature is above 0."""
+    min_new_tokens: Tokens = field(0, "Responses do not end before so many tokens, by end token or stop.", ge=0)
+    do_sample: bool | None = field(None, "false: greedy whatever the temperature; null: sample where it is above 0.")
 
     @property
     def greedy(self) -> bool:
@@ -69,8 +83,7 @@ class ResponseLengthConfig(Section):
 
     mode: Literal["fixed", "adaptive"] = "fixed"
     """fixed: data.max_response_length; adaptive: a little more than most recent responses needed."""
-    quantile: Share = Field(0.95, gt=0, le=1)
-    """The cap is the length that this share of recent responses do not exceed, ..."""
+    quantile: Share = field(0.95, "The cap is what this share of recent responses do not exceed, ...", gt=0, le=1)
     margin: Number = field(1.2, "... times this factor.", ge=1)
     window: Steps = field(4, "Training steps whose responses are recent.", ge=1)
     min: Tokens | None = field(None, "The cap is never lower; null: an eighth of data.max_response_length.", ge=1)
@@ -88,8 +101,7 @@ class RolloutConfig(Section):
     read as embedded."""
     n: Responses = field(1, "Responses for each training prompt: the size of a group.", ge=1)
     temperature: Number = field(1.0, "Training temperature; log-probs are of the tempered model.", ge=0)
-    top_p: Share = Field(1.0, gt=0, le=1)
-    """Must be 1 in training: less changes the distribution behind the trainer's back."""
+    top_p: Share = field(1.0, "Must be 1 in training: less changes the distribution unseen by the trainer.", gt=0, le=1)
     top_k: TopK = field(-1, "Must be off (-1, 0 or null) in training, for the same reason.")
     max_num_seqs: Annotated[int, Unit("sequences")] = field(64, "Most sequences that the engine decodes at once.", ge=1)
     max_num_batched_tokens: Tokens = Field(8192, ge=1)
@@ -106,11 +118,9 @@ class RolloutConfig(Section):
     """Rollout workers of their own: seconds after which a response that was asked for is given up, whatever became of
     its workers; it is counted and trains nothing. null: no limit."""
     min_workers: Annotated[int, Unit("workers")] | None = Field(None, ge=1)
-    """Rollout workers of their own: never fewer than this; null: as many as at the start, unless verl scale asks for
-    others."""
+    """Rollout workers of their own: never fewer; null: as many as at the start, unless verl scale asks for others."""
     max_workers: Annotated[int, Unit("workers")] | None = Field(None, ge=1)
-    """Rollout workers of their own: never more than this; null: as many as at the start, unless verl scale asks for
-    others."""
+    """Rollout workers of their own: never more; null: as many as at the start, unless verl scale asks for others."""
     weight_sync: Literal["shared_memory", "disk", "broadcast"] = "shared_memory"
     """Rollout workers of their own: how new weights reach them. shared_memory: once for each machine, over Ray, mapped
     by its workers; disk: as a file in the run's folder, which all machines must share; broadcast: straight from the
@@ -124,18 +134,11 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = False
     """Keep the keys and values of prompts for later prompts with the same beginning, until the weights change.
     Responses to one prompt share it anyway."""
-    stop: StringList = field([], "Texts after which a response ends.")
+    stop: Annotated[StringList, _NO_EMPTY] = field([], "Texts after which a response ends.")
     stop_token_ids: list[TokenId] = field([], "Token ids that end a response, beside the model's own end tokens.")
     ignore_eos: bool = field(False, "Go on after the model's end token, up to max_response_length.")
     response_length: ResponseLengthConfig = part(ResponseLengthConfig)
     val_kwargs: ValSamplingConfig = part(ValSamplingConfig)
-
-    @field_validator("stop")
-    @classmethod
-    def _no_empty_stop(cls, value: list[str]) -> list[str]:
-        if "" in value:
-            raise FieldProblem("an empty stop text would end every response at once", "leave the empty text out")
-        return value
 
 
 class KlControlConfig(Section):
@@ -208,8 +211,7 @@ class AlgorithmConfig(Section):
     """grpo, grpo_passk: divide by the group's deviation; false: Dr.GRPO's advantages."""
     gdpo_reward_keys: StringList = Field(default_factory=list)
     """gdpo: keys of the reward function's dict that are normalised apart; score is the score itself."""
-    gdpo_reward_weights: list[Number] | None = None
-    """gdpo: weight of each of them, in their order; null: 1 each."""
+    gdpo_reward_weights: list[Number] | None = field(None, "gdpo: weight of each of them, in order; null: 1 each.")
     filter_groups: FilterGroupsConfig = part(FilterGroupsConfig)
 
     @property
@@ -241,8 +243,7 @@ class AlarmsConfig(Section):
     kl: Annotated[float, Unit("nats a token")] | None = Field(1.0, gt=0)
     """Most KL to the reference, or else to the policy before the update."""
     entropy: Annotated[float, Unit("nats a token")] | None = field(0.02, "Least entropy of the policy.", gt=0)
-    length: Number | None = Field(4.0, gt=1)
-    """Most factor by which responses may grow or shrink against the first steps."""
+    length: Number | None = field(4.0, "Most factor by which responses may grow or shrink from the first steps.", gt=1)
     grad_norm: Number | None = Field(30.0, gt=1)
     """Most gradient norm of the actor, as a multiple of the median of the steps before."""
     reward: Share | None = Field(0.5, gt=0, le=1)
@@ -296,8 +297,7 @@ class TrainerConfig(Section):
     critic_warmup: Steps = Field(0, ge=0, **in_stage("update: the actor"))
     """First training steps in which only the critic learns."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also(disable=False)] = Field("auto", **RESUMING)
-    """auto: go on from the run folder's latest checkpoint, if any; disable: start anew; resume_path: from
-    resume_from_path."""
+    """auto: go on from the folder's latest checkpoint, if any; disable: start anew; resume_path: resume_from_path."""
     max_restarts: Annotated[int, Unit("restarts")] = Field(1, ge=0, **in_stage("after a worker's death"))
     """When a process of actor, critic, reference or reward dies, the run goes on from its last checkpoint by itself, at
     most so many times within one command."""
@@ -305,8 +305,7 @@ class TrainerConfig(Section):
     """Training steps between states that are kept in main memory (/dev/shm, up to 24 bytes a parameter), for a restart
     within the command (trainer.max_restarts); 1: no more than one step is done again; -1: none."""
     resume_from_path: str | None = field(None, "Checkpoint folder for resume_mode=resume_path.", **RESUMING)
-    default_local_dir: str | None = Field(None, min_length=1, **FOLDER)
-    """The run folder itself; null: runs/<experiment_name>."""
+    default_local_dir: str | None = field(None, "The run folder; null: runs/<experiment_name>.", min_length=1, **FOLDER)
     log_val_generations: Responses = field(3, "Sampled responses shown at each validation.", ge=0, **VALIDATION)
     device: Annotated[Literal["auto", "cpu", "cuda"], also(cuda="gpu")] = Field("auto", **WORKERS)
     """Where models compute; auto: GPUs if the machine has any."""
@@ -315,15 +314,13 @@ class TrainerConfig(Section):
     keep_last: Annotated[int, Unit("checkpoints")] | None = Field(2, ge=1, **CHECKPOINTS)
     """Checkpoints kept, newest first; null: all."""
     async_save: bool = Field(False, **CHECKPOINTS)
-    """Write checkpoints while training goes on, from a copy in main memory (12 bytes a parameter); false: training
-    waits."""
+    """Write checkpoints while training goes on, from a copy in main memory (12 bytes a parameter); false: it waits."""
     save_on_interrupt: bool = Field(False, **in_stage("after Ctrl-C or SIGTERM"))
     """After Ctrl-C or SIGTERM finish the step and save a checkpoint of it, then stop (a second one: stop at once);
     false: stop at once, and go on from the last checkpoint."""
     keep_best: KeepBestConfig = part(KeepBestConfig)
     dump_steps: Every | list[Annotated[int, Field(ge=1), Unit("training steps")]] = -1
-    """Steps whose whole batch of responses is kept in dumps/, for verl replay: a list of steps, or every so many; -1:
-    none."""
+    """Steps whose batch of responses is kept in dumps/, for verl replay: a list, or every so many steps; -1: none."""
     alarms: AlarmsConfig = part(AlarmsConfig)
 
     @property

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from verl.config.base import Section, Unit, field, in_stage, part
 from verl.config.problems import Problem, raise_problems
-from verl.config.schema_data import ModelConfig, check_some_files
+from verl.config.schema_data import ModelConfig
 from verl.config.schema_roles import OptimConfig
 from verl.config.schema_run import TrainerConfig
-from verl.config.units import FreeDict, Number, Share, StringList, Tokens
+from verl.config.units import Files, FreeDict, Number, Share, StringList, Tokens
 
 LOADER = in_stage("the loader of examples")
 
@@ -26,15 +26,13 @@ class SupervisedDataConfig(Section):
 
     acts_in: ClassVar[str] = _READING
 
-    train_files: StringList
+    train_files: Files
     """Training files (parquet, jsonl, json, csv, arrow), patterns or folders: one or a list."""
     val_files: StringList = field([], "Held-out files, as train_files; empty: no validation takes place.")
     train_batch_size: Examples = field(256, "Examples in one optimizer step.", ge=1, **LOADER)
-    max_length: Tokens = Field(1024, ge=1)
-    """Longest example in tokens, prompt and response together; longer ones: truncation."""
+    max_length: Tokens = field(1024, "Longest example, prompt and response together; longer ones: truncation.", ge=1)
     truncation: Literal["error", "left", "right", "drop"] = "error"
-    """An example longer than max_length stops the run (error), loses tokens on that side, or is left out and counted
-    (drop)."""
+    """A longer example stops the run (error), loses tokens on that side, or is left out and counted (drop)."""
     max_token_len_per_gpu: Tokens = Field(16384, ge=1, **in_stage("update: packing"))
     """Most tokens of one micro-batch; decides memory and speed, never the result."""
     shuffle: bool = field(True, "Draw examples in a seeded random order, new in every epoch.", **LOADER)
@@ -44,8 +42,6 @@ class SupervisedDataConfig(Section):
     max_samples: Examples | None = field(None, "Use only so many training rows, the first ones; null: all.", ge=1)
     max_skipped_fraction: Share = Field(0.01, ge=0, le=1)
     """Share of the rows that may be left out as unusable (listed in skipped.jsonl) before the run stops."""
-
-    _some_files = field_validator("train_files")(check_some_files)
 
 
 class SftDataConfig(SupervisedDataConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from typing import Annotated, Any
 
@@ -10,10 +11,15 @@ from pydantic import AfterValidator, BeforeValidator
 from verl.config.base import FieldProblem, Takes, Unit
 
 
-def _never_or_positive(value: int) -> int:
-    if value != -1 and value < 1:
-        raise FieldProblem("must be -1 or at least 1", "use -1 for never (or no limit), or a whole number from 1 up")
-    return value
+def must(holds: Callable[[Any], bool], what: str, fix: str) -> AfterValidator:
+    """What a value that is given must be; else a :class:`FieldProblem`."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not holds(value):
+            raise FieldProblem(what, fix)
+        return value
+
+    return AfterValidator(check)
 
 
 def _one_or_many(value: Any) -> Any:
@@ -52,6 +58,7 @@ def _plain(value: Any) -> Any:
 
 FreeDict = Annotated[dict[str, Any], AfterValidator(_plain)]
 StringList = Annotated[list[str], BeforeValidator(_one_or_many), Takes("text or list of texts")]
+Files = Annotated[StringList, must(bool, "names no file", "give at least one parquet or jsonl file")]
 
 Prompts = Annotated[int, Unit("prompts")]
 Responses = Annotated[int, Unit("responses")]
@@ -63,9 +70,10 @@ Seed = Annotated[int, Unit("seed")]
 Number = Annotated[float, Unit("plain number")]
 Share = Annotated[float, Unit("share, 0 to 1")]
 
-_NEVER_OR_POSITIVE = Takes("-1, or a whole number from 1 up")
-RowLimit = Annotated[int, AfterValidator(_never_or_positive), _NEVER_OR_POSITIVE, Unit("prompts")]
-Every = Annotated[int, AfterValidator(_never_or_positive), _NEVER_OR_POSITIVE, Unit("training steps")]
+_NEVER = "use -1 for never (or no limit), or a whole number from 1 up"
+_NEVER_OR_POSITIVE = must(lambda value: value == -1 or value >= 1, "must be -1 or at least 1", _NEVER)
+RowLimit = Annotated[int, _NEVER_OR_POSITIVE, Takes("-1, or a whole number from 1 up"), Unit("prompts")]
+Every = Annotated[int, _NEVER_OR_POSITIVE, Takes("-1, or a whole number from 1 up"), Unit("training steps")]
 TopK = Annotated[
     int,
     BeforeValidator(_top_k),

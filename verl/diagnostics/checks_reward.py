@@ -178,8 +178,7 @@ ROWS = 24
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of it. ``means``: by form, the mean score of the rows' own ground truths and of other rows'; None where
-    none was scored."""
+    """What came of it. ``means``: by form, the mean score of own ground truths and of other rows'; None: not scored."""
 
     means: dict[str, tuple[float | None, float | None]]
     tried: int

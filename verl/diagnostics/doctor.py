@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config import Config, build_config
 from verl.config.schema_supervised import schema_of
-from verl.diagnostics import checks_data, checks_health, checks_machine, checks_reward, checks_update
+from verl.diagnostics import checks_health, checks_machine, checks_reward, checks_update
 from verl.diagnostics.checks_machine import Machine
 from verl.diagnostics.evidence import SEVERITIES, Evidence, Finding
 from verl.errors import VerlError
@@ -27,7 +27,7 @@ SAMPLED_STEPS = 6  # read from a run: the first two and the last ones
 # Every public function of these modules that takes evidence alone.
 CHECKS: list[Check] = [
     check
-    for module in (checks_health, checks_reward, checks_update, checks_data, checks_machine)
+    for module in (checks_health, checks_reward, checks_update, checks_machine)
     for name, check in vars(module).items()
     if name[0] != "_" and isfunction(check) and list(signature(check).parameters) == ["evidence"]
 ]

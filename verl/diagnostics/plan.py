@@ -142,9 +142,7 @@ class Process:
 def processes(
     config: Config, plan: Plan, model: ModelFacts, critic: ModelFacts | None, lengths: Lengths, memory: int
 ) -> list[Process]:
-    """Of every process that holds a model. ``plan``: of the processes. ``lengths``: of prompts and responses.
-    ``memory``: bytes that one process may have; the cache of keys and values takes no more than half of what is left.
-    """
+    """Of every process that holds a model. ``memory``: bytes that one may have; the cache takes half of the rest."""
     found = [
         _group(config, group, model, critic, lengths, memory, _staged(config, plan, model))
         for group in plan.groups

@@ -9,6 +9,7 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
 
 from rich.console import Console
 from rich.text import Text
@@ -104,17 +105,13 @@ class TimeLeft:
 
     def after(self, step: int, metrics: Mapping[str, object]) -> float | None:
         """Remaining steps times the mean wall time between the last calls (the first step: its own seconds)."""
-        now = self._clock()
+        now, last = self._clock(), self._last
         own = names.number(metrics, names.STEP_SECONDS)
         trained = names.number(metrics, names.REWARD) is not None or own is not None
-        if trained and self._last is not None:
-            self._durations.append(now - self._last)
-        elif own is not None:
-            self._durations.append(own)
+        took = now - last if trained and last is not None else own
+        self._durations.extend([] if took is None else [took])
         self._last = now
-        if not self._durations:
-            return None
-        return max(0, self._total - step) * sum(self._durations) / len(self._durations)
+        return max(0, self._total - step) * mean(self._durations) if self._durations else None
 
 
 _WIDTHS = {"reward": 8, "val": 8, "length": 7, "KL": 9, "entropy": 8, "grad": 8}

@@ -111,7 +111,7 @@ class LiveTracker:
         state = f"{self._total} steps" if done else f"stopped after step {self._step} of {self._total}"
         spent = duration(self._clock() - self._started)
         head = Text().append(f"{self._title}: ", "bold").append(f"{state}, {spent}", "green" if done else "yellow")
-        times = [_label("time").append(shares(self._stages))] if self._stages else []
+        times = [labelled("time").append(shares(self._stages))] if self._stages else []
         return [head, *self._curve_lines(columns), *times]
 
     def _progress(self, columns: int) -> Text:
@@ -136,7 +136,7 @@ class LiveTracker:
         ended = [
             f"{part} {duration(spent)}" for part, spent in self._parts.so_far().items() if part not in ("step", name)
         ]
-        line = _label("now").append(", ".join(ended))
+        line = labelled("now").append(", ".join(ended))
         if running is not None and name is not None:
             spent = duration(max(0.0, self._clock() - running[1]))
             line.append(f"{', ' if ended else ''}{name} {spent} …", style="bold yellow")
@@ -152,7 +152,7 @@ class LiveTracker:
 
     def _last_step(self) -> Text:
         stages, whole = names.stage_seconds(self._last), names.number(self._last, names.STEP_SECONDS)
-        line = _label("last")
+        line = labelled("last")
         line.append(shares(stages) if whole is None else f"{duration(whole)}: {shares(stages)}")
         speed = names.number(self._last, "perf/throughput")
         return line if speed is None else line.append(f", {speed:,.0f} tokens/s")
@@ -169,7 +169,7 @@ def curve_lines(curves: Mapping[str, Sequence[float]], columns: int, blocks: str
 def curve_line(label: str, values: Sequence[float], columns: int, blocks: str = BLOCKS, widest: int = 60) -> Text:
     """Its newest value, the curve, and from where to where it goes."""
     style = CURVE_STYLES.get(label, "")
-    line = _label(label).append(f"{figure(values[-1]):>8} ", style)
+    line = labelled(label).append(f"{figure(values[-1]):>8} ", style)
     span = f" {figure(min(values))} to {figure(max(values))}"
     width = columns - MARGIN - line.cell_len
     if width >= 30:
@@ -180,8 +180,8 @@ def curve_line(label: str, values: Sequence[float], columns: int, blocks: str = 
     return line.append(curve.ljust(min(width, widest) if span else 0), style).append(span, "dim")
 
 
-def _label(text: str) -> Text:
-    return Text().append(text.ljust(LABEL_WIDTH), "dim")
+def labelled(label: str, text: str = "", style: str = "") -> Text:
+    return Text().append(label.ljust(LABEL_WIDTH), "dim").append(one_line(text), style)
 
 
 def shares(seconds: Mapping[str, float]) -> str:

@@ -27,10 +27,6 @@ class Row(NamedTuple):
     healthy: str  # values that need no thought
     otherwise: str  # what to do about other values
 
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        return pattern_of(self.name)
-
 
 def tables(page: Path) -> dict[str, list[list[str]]]:
     """The rows of the tables of a Markdown page, without their heads, by the heading above."""
@@ -62,7 +58,7 @@ def _part(part: str) -> str:
 
 def row_of(name: str) -> Row | None:
     """The row of a logged metric, None for a name that no part of VeRL logs."""
-    return next((row for rows in TABLE.values() for row in rows if row.pattern.fullmatch(name)), None)
+    return next((row for rows in TABLE.values() for row in rows if pattern_of(row.name).fullmatch(name)), None)
 
 
 def names() -> list[str]:

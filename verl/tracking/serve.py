@@ -25,6 +25,8 @@ from verl.run_dir import RunDir
 from verl.tracking.report import comparison_data, render, report_data, require_run
 
 POLL_SECONDS = 5.0
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+_HEADERS |= {"Referrer-Policy": "no-referrer"}
 _COOKIE = "verl_token_{}"  # browsers send the cookies of a machine to all of its ports
 
 
@@ -126,15 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain", **headers: str) -> None:
         content = text.encode()
         self.send_response(status)
-        standard = {
-            "Content-Type": f"{kind}; charset=utf-8",
-            "Content-Length": str(len(content)),
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Referrer-Policy": "no-referrer",
-        }
-        for name, value in (standard | headers).items():
+        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content))}
+        for name, value in (_HEADERS | own | headers).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

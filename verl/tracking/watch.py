@@ -23,8 +23,8 @@ from verl.diagnostics.evidence import Finding
 from verl.json_lines import parse_line
 from verl.run_dir import EventRecord, RunDir
 from verl.tracking import facts, names, region
-from verl.tracking.console import ASCII_BLOCKS, BLOCKS, duration, figure, one_line, printable
-from verl.tracking.live import LABEL_WIDTH, ShownSample, best_and_worst, curve_lines, shares
+from verl.tracking.console import ASCII_BLOCKS, BLOCKS, duration, figure, printable
+from verl.tracking.live import ShownSample, best_and_worst, curve_lines, labelled, shares
 from verl.tracking.names import merged_steps, summarize
 from verl.tracking.region import Region
 from verl.tracking.runs import STYLES, RunOverview, overview_of
@@ -79,9 +79,9 @@ class Watcher:
             *curve_lines(curves, columns, self._blocks),
             *_cost_lines(steps[-RECENT:]),
         ]
-        lines += [_line("warning", warning.advice, "yellow") for warning in self._warnings[:WARNINGS]]
+        lines += [labelled("warning", warning.advice, "yellow") for warning in self._warnings[:WARNINGS]]
         for event in [event for event in events if event.kind not in facts.LIFE][-EVENTS:]:
-            lines.append(_line("event", _event(event), "dim"))
+            lines.append(labelled("event", _event(event), "dim"))
         for sample in self._shown_samples():
             own = sample.lines(columns)
             if len(lines) + len(own) <= room:
@@ -125,7 +125,7 @@ class Watcher:
                 head.append(f", last step {duration(max(0.0, time.time() - last))} ago", "dim")
         elif run.seconds is not None:
             head.append(f", {duration(run.seconds)} of work", "dim")
-        return [head, *([_line("", printable(run.reason), "dim")] if run.reason else [])]
+        return [head, *([labelled("", printable(run.reason), "dim")] if run.reason else [])]
 
     def _shown_samples(self) -> list[ShownSample]:
         available = self._run_dir.sample_steps()
@@ -158,23 +158,19 @@ def _cost_lines(recent: Sequence[dict[str, Any]]) -> list[Text]:
     if seconds:
         whole, speed = names.number(last, names.STEP_SECONDS), names.number(last, "perf/throughput")
         text = shares(seconds) + (f"; last step {duration(whole)}" if whole is not None else "")
-        lines.append(_line("time", text + (f", {speed:,.0f} tokens/s" if speed is not None else "")))
+        lines.append(labelled("time", text + (f", {speed:,.0f} tokens/s" if speed is not None else "")))
     workers = []
     for kind, shown in (("idle", lambda v: f"idle {100 * v:.0f}%"), ("memory_gb", lambda v: f"{figure(v)} GiB")):
         for name in [name for name in last if name.startswith(f"perf/{kind}/")]:
             value = names.number(last, name)
             workers += [f"{name.rpartition('/')[2]} {shown(value)}"] if value else []
-    return lines + ([_line("workers", ", ".join(workers))] if workers else [])
+    return lines + ([labelled("workers", ", ".join(workers))] if workers else [])
 
 
 def _event(event: EventRecord) -> str:
     where = f" (step {event.step})" if event.step is not None else ""
     when = time.strftime("%H:%M:%S", time.localtime(event.time))
     return f"{when} {event.kind} {event.subject}{where}: {event.detail}"
-
-
-def _line(label: str, text: str, style: str = "") -> Text:
-    return Text().append(label.ljust(LABEL_WIDTH), "dim").append(one_line(text), style)
 
 
 def watch(run_dir: RunDir, console: Console, once: bool = False) -> None:
