@@ -70,11 +70,9 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _sorted(words: list[str]) -> tuple[str | None, list[str], list[str]]:
-    """The configuration, the keys and the settings among the words of ``verl config show``.
-
-    A word that names a key or a section is one, also where a file is called so (``./data`` names the folder). Raises
-    ConfigError: a word is none of them.
-    """
+    """The configuration, the keys and the settings among the words of ``verl config show``. A word that names a key or
+    a section is one, also where a file is called so (``./data`` names the folder). Raises ConfigError: a word is none
+    of them."""
     from verl.config.explain import named
     from verl.config.translate import unknown
 

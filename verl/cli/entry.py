@@ -171,10 +171,8 @@ def _completion(arguments: argparse.Namespace) -> None:
 
 
 def candidates(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What the last of the words, which may be empty, can become, each with a line of help or "".
-
-    What ends in ``.``, ``/`` or ``=`` is only the beginning of a word.
-    """
+    """What the last of the words, which may be empty, can become, each with a line of help or "". What ends in ``.``,
+    ``/`` or ``=`` is only the beginning of a word."""
     *before, current = words
     for word in before:
         parser = _commands(parser).get(word, parser)

@@ -22,11 +22,8 @@ _WIDTH = 100
 
 
 def explain(word: str) -> str:
-    """The answer to one key, section, alias or key of verl's, as lines.
-
-    A last part alone (``lr``) stands for every key that ends with it. Raises ConfigError: nothing of that name, with
-    the nearest there is.
-    """
+    """The answer to one key, section, alias or key of verl's, as lines. A last part alone (``lr``) stands for every key
+    that ends with it. Raises ConfigError: nothing of that name, with the nearest there is."""
     spelled = word.partition("=")[0].strip().lstrip("+").rstrip(".")
     key = canonical(spelled)
     if (own := _own(key)) is not None:
@@ -91,27 +88,16 @@ def _known(key: str) -> str:
         about = _wrapped(f"{key}: {_about(key)}", "", "  ")
         nothing = no_meaning(key)
         verl = [f"verl's key of this name has no meaning here: {nothing.reason}."] if nothing else []
-        return "\n".join([*about, *_table((name, _in_short(name)) for name in inside), *verl])
+        own = {name: _about(name) for name in inside if name in sections()}
+        own |= {name: f"({(fact := facts(name)).default}) {fact.meaning}" for name in inside if name not in own}
+        return "\n".join([*about, *_table((name, own[name]) for name in inside), *verl])
     fact = facts(key)
-    rows = {
-        "takes": fact.takes,
-        "unit": fact.unit,
-        "default": fact.default,
-        "in verl": fact.verl,
-        "acts in": fact.acts_in,
-        "also": ", ".join(fact.spellings),
-    }
+    rows = {"takes": fact.takes, "unit": fact.unit, "default": fact.default, "in verl": fact.verl}
+    rows |= {"acts in": fact.acts_in, "also": ", ".join(fact.spellings)}
     lines = [key, *_wrapped(fact.meaning, "  ")]
     for name, text in rows.items():
         lines += _wrapped(text, f"  {name:8} ", " " * 11) if text else []
     return "\n".join(lines)
-
-
-def _in_short(key: str) -> str:
-    if key in sections():
-        return _about(key)
-    fact = facts(key)
-    return f"({fact.default}) {fact.meaning}"
 
 
 def _about(key: str) -> str:

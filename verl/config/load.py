@@ -54,18 +54,12 @@ def origins_of(settings: Iterable[Setting], values: Mapping[str, Any]) -> dict[s
     for setting in settings:
         key = GLOBAL_MICRO_BATCH.get(setting.key, setting.key)
         if key in values:
-            found[free_dict_of(key) or key] = Origin(
-                setting.source.kind,
-                setting.source.place(setting.spelled).removeprefix("the "),
-                _written(setting, key, values),
-            )
+            written = "" if setting.spelled == key else setting.spelled
+            if setting.value != values[key]:
+                written = f"{setting.spelled}={as_written(setting.value)}"
+            place = setting.source.place(setting.spelled).removeprefix("the ")
+            found[free_dict_of(key) or key] = Origin(setting.source.kind, place, written)
     return found
-
-
-def _written(setting: Setting, key: str, values: Mapping[str, Any]) -> str:
-    if setting.value != values[key]:
-        return f"{setting.spelled}={as_written(setting.value)}"
-    return "" if setting.spelled == key else setting.spelled
 
 
 SupervisedT = TypeVar("SupervisedT", bound=SupervisedConfig)

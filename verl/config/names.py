@@ -7,22 +7,14 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 
-def _likeness(name: str, choice: str) -> float:
-    # For dotted names the last part counts as much as the whole, so that a key in the wrong section is found too.
-    whole = SequenceMatcher(None, name, choice).ratio()
-    if "." not in name and "." not in choice:
-        return whole
-    return (whole + SequenceMatcher(None, name.rpartition(".")[2], choice.rpartition(".")[2]).ratio()) / 2
-
-
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The choice most like ``name``, case aside (the first of equals), or None where none reaches the cutoff.
-
-    Dotted names are compared as a whole and by their last part. ``cutoff``: from 0 (anything) to 1 (equal).
-    """
+    """The choice most like ``name``, case aside (the first of equals), or None where none reaches the cutoff. Dotted
+    names are compared as a whole and by their last part. ``cutoff``: from 0 (anything) to 1 (equal)."""
 
     def likeness(choice: str) -> float:
-        return _likeness(name.lower(), choice.lower())
+        # The last part counts as much as the whole, so that a key in the wrong section is found too.
+        pairs = [(name.lower(), choice.lower()), (name.lower().rpartition(".")[2], choice.lower().rpartition(".")[2])]
+        return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs) / 2
 
     found = max(choices, key=likeness, default=None)
     return found if found is not None and likeness(found) >= cutoff else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from verl.config.aliases import ALIASES, GLOBAL_MICRO_BATCH, PREFIXES, VERL_DEFAULTS
-from verl.config.keys import Facts, facts, leaves, one_line, owner, sections, using
+from verl.config.keys import facts, leaves, one_line, owner, sections, using
 from verl.config.schema_supervised import COMMANDS
 from verl.config.settings import presets
 from verl.config.translate import NO_MEANING, NOT_YET
@@ -50,17 +50,13 @@ def _sections(tops: Iterable[str], depth: int) -> str:
 def _section(key: str, depth: int) -> str:
     found = [facts(name) for name in leaves() if name.rpartition(".")[0] == key]
     usual = owner(f"{key}.").acts_in
-    rows = ((_code(fact.key), _code(fact.default), _takes(fact), _meaning(fact, usual)) for fact in found)
+    rows = []
+    for fact in found:
+        takes = fact.takes + (f" ({fact.unit})" if fact.unit not in (None, "plain number", "seed") else "")
+        meaning = fact.meaning + (f" *{fact.acts_in}*" if fact.acts_in != usual else "")
+        rows.append((_code(fact.key), _code(fact.default), takes, meaning))
     head = f"{'#' * (depth + ('.' in key))} {key}\n\n{sections()[key].description} *{usual}*\n\n"
     return f"{head}| key | default | takes | meaning |\n| --- | --- | --- | --- |\n{_table(rows)}"
-
-
-def _takes(fact: Facts) -> str:
-    return f"{fact.takes} ({fact.unit})" if fact.unit not in (None, "plain number", "seed") else fact.takes
-
-
-def _meaning(fact: Facts, usual: str) -> str:
-    return fact.meaning if fact.acts_in == usual else f"{fact.meaning} *{fact.acts_in}*"
 
 
 def _code(text: str) -> str:

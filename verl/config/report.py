@@ -43,11 +43,11 @@ def problems_of(error: ValidationError, places: Mapping[str, str]) -> list[Probl
     by_key: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         by_key.setdefault(_key(item["loc"]), []).append(item)
-    return [_placed(_problem(key, items), places.get(key.partition("[")[0])) for key, items in by_key.items()]
-
-
-def _placed(problem: Problem, place: str | None) -> Problem:
-    return replace(problem, value=f"{as_written(problem.value)} ({place})") if place else problem
+    problems = {key: _problem(key, items) for key, items in by_key.items()}
+    for key, problem in problems.items():
+        if place := places.get(key.partition("[")[0]):
+            problems[key] = replace(problem, value=f"{as_written(problem.value)} ({place})")
+    return list(problems.values())
 
 
 def _key(location: Sequence[int | str]) -> str:

@@ -138,12 +138,9 @@ def _yaml_complaint(error: Exception) -> str:
 
 
 def read_overrides(overrides: Sequence[str]) -> list[Setting]:
-    """Settings of ``key=value`` words, in order.
-
-    A key may begin with + or ++. The value is YAML in flow style ([a, b], {k: v}, null, 1e-6, "quoted"); for a key that
-    takes text, anything that does not begin with a bracket or quote is taken as it stands. Raises ConfigError: there is
-    no =, no key, or the value is not YAML.
-    """
+    """Settings of ``key=value`` words, in order. A key may begin with + or ++. The value is YAML in flow style ([a, b],
+    {k: v}, null, 1e-6, "quoted"); for a key that takes text, anything that does not begin with a bracket or quote is
+    taken as it stands. Raises ConfigError: there is no =, no key, or the value is not YAML."""
     return [setting for word in overrides for setting in _read_override(word)]
 
 

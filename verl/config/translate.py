@@ -175,11 +175,9 @@ def _without_meaning(ignored: Mapping[str, list[str]]) -> list[str]:
 
 
 def unknown(spelled: str, key: str) -> tuple[str, str]:
-    """The part of the key that does not exist, as it was spelled, and what to do about it.
-
-    A misspelled section is named alone, so that all settings in it are one problem. ``spelled``: the key as the user
-    wrote it. ``key``: its canonical name.
-    """
+    """The part of the key that does not exist, as it was spelled, and what to do about it. A misspelled section is
+    named alone, so that all settings in it are one problem. ``spelled``: the key as the user wrote it. ``key``: its
+    canonical name."""
     if no_meaning(key) or not_yet(key):
         return spelled, f"it is a key of verl's: verl config explain {spelled} says more"
     parts = key.split(".")

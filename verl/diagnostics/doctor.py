@@ -19,7 +19,7 @@ from verl.run_dir import EventRecord, RunDir
 from verl.tracking.facts import last_of_life, read_config
 from verl.tracking.names import read_metrics, summarize
 from verl.tracking.runs import overview_of
-from verl.tracking.samples import SampleRow, read_samples
+from verl.tracking.samples import read_samples
 
 Check = Callable[[Evidence], Iterator[Finding]]
 SAMPLED_STEPS = 6  # read from a run: the first two and the last ones
@@ -57,14 +57,12 @@ def of_run(run_dir: RunDir) -> Evidence:
 def of_folder(
     run_dir: RunDir, steps: Sequence[dict[str, Any]], events: Sequence[EventRecord], machine: Machine | None = None
 ) -> Evidence:
-    return Evidence(
-        config=config_of(run_dir),
-        steps=steps,
-        events=events,
-        samples=_samples_of(run_dir),
-        skipped=[row for row in read_jsonl(run_dir.skipped)[0] if row.get("split") == "train"],
-        machine=machine,
-    )
+    sampled = [step for step in run_dir.sample_steps() if step]
+    chosen = sorted({*sampled[:2], *sampled[2 - SAMPLED_STEPS :]})
+    found = {step: [row for row in read_samples(run_dir.samples(step))[0] if row.split == "train"] for step in chosen}
+    samples = {step: rows for step, rows in found.items() if rows}
+    skipped = [row for row in read_jsonl(run_dir.skipped)[0] if row.get("split") == "train"]
+    return Evidence(config_of(run_dir), steps, events, samples, skipped, machine=machine)
 
 
 def config_of(run_dir: RunDir) -> Config | None:
@@ -78,19 +76,10 @@ def config_of(run_dir: RunDir) -> Config | None:
         return None
 
 
-def _samples_of(run_dir: RunDir) -> dict[int, list[SampleRow]]:
-    steps = [step for step in run_dir.sample_steps() if step]
-    chosen = sorted({*steps[:2], *steps[2 - SAMPLED_STEPS :]})
-    found = {step: [row for row in read_samples(run_dir.samples(step))[0] if row.split == "train"] for step in chosen}
-    return {step: rows for step, rows in found.items() if rows}
-
-
 def of_config(config: Config) -> Evidence:
-    """What can be known before a run: data files, the reward on known answers, the machine.
-
-    ``config`` names models by folders or hub ids that can be loaded. Takes one or two passes over the data. Raises
-    VerlError: data, tokenizer or reward cannot be loaded, as ``verl train`` would say.
-    """
+    """What can be known before a run: data files, the reward on known answers, the machine. ``config`` names models by
+    folders or hub ids that can be loaded. Takes one or two passes over the data. Raises VerlError: data, tokenizer or
+    reward cannot be loaded, as ``verl train`` would say."""
     from verl.data.dataset import PromptDataset
     from verl.data.inspection import inspect_files
     from verl.diagnostics.checks_reward import try_known_answers
@@ -112,13 +101,8 @@ def of_config(config: Config) -> Evidence:
         overlap = inspected(same).usable
     if others and found is not None:
         overlap += inspected([*data.train_files, *others]).duplicates - found.duplicates - inspected(others).duplicates
-    return Evidence(
-        config=config,
-        data=found,
-        overlap=overlap,
-        trial=try_known_answers(config.reward, [rows[i] for i in range(len(rows))]),
-        machine=Machine.here(config.run_dir),
-    )
+    trial = try_known_answers(config.reward, [rows[i] for i in range(len(rows))])
+    return Evidence(config, data=found, overlap=overlap, trial=trial, machine=Machine.here(config.run_dir))
 
 
 logger = logging.getLogger(__name__)

@@ -97,11 +97,9 @@ def largest_pack(available: int, n: int, lengths: Lengths, shared: bool, rows: i
 
 
 def kept_bytes(model: ModelFacts, part: Pack, b: int) -> int:
-    """What one layer keeps for its backward pass.
-
-    By token: inputs of both norms and what comes out of them (4 H), queries and the attention's output (2 A D), gate
-    and up (2 I). By key: copies of keys and values (2 K D). By score: a weight.
-    """
+    """What one layer keeps for its backward pass. By token: inputs of both norms and what comes out of them (4 H),
+    queries and the attention's output (2 A D), gate and up (2 I). By key: copies of keys and values (2 K D). By score:
+    a weight."""
     width, kv = model.heads * model.head_size, model.kv_heads * model.head_size
     by_token = 4 * model.hidden + 2 * width + 2 * model.intermediate
     return (part.tokens * by_token + part.keys * 2 * kv + part.scores * model.heads) * b

@@ -250,12 +250,9 @@ class Measured:
 
 
 def measure(run_dir: RunDir, config: Config) -> Measured:
-    """From samples and timings of a run, the first step left out where there are others.
-
-    A token's seconds are those with which the simulation of a step's lengths on the run's workers takes as long as its
-    rollout did. ``config``: of that run. Raises VerlError: the run has no steps with samples and their times (``async``
-    has none).
-    """
+    """From samples and timings of a run, the first step left out where there are others. A token's seconds are those
+    with which the simulation of a step's lengths on the run's workers takes as long as its rollout did. ``config``: of
+    that run. Raises VerlError: the run has no steps with samples and their times (``async`` has none)."""
     lines = {line["step"]: line for line in read_metrics(run_dir)[0]}
     lengths: dict[int, list[int]] = {}
     for step in run_dir.sample_steps():

@@ -29,11 +29,9 @@ _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Untrusted ``text`` for a terminal: control sequences, control and direction-changing characters removed.
-
-    Line breaks and tabs stay. ``limit``: longest kept, in characters; a longer text is cut in its middle, saying how
-    much is missing.
-    """
+    """Untrusted ``text`` for a terminal: control sequences, control and direction-changing characters removed. Line
+    breaks and tabs stay. ``limit``: longest kept, in characters; a longer text is cut in its middle, saying how much is
+    missing."""
     text = _TERMINAL_SEQUENCE.sub("", clean_text(text).replace("\r\n", "\n"))
     text = "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in _BIDI))
     if limit is not None and len(text) > limit:
@@ -67,10 +65,8 @@ BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """A curve in one line of at most ``width`` characters, from its lowest value to its highest.
-
-    Neighbours are averaged where there are more values than characters. All equal: a flat line.
-    """
+    """A curve in one line of at most ``width`` characters, from its lowest value to its highest. Neighbours are
+    averaged where there are more values than characters. All equal: a flat line."""
     count = min(len(values), width)
     if count <= 0:
         return ""
@@ -202,10 +198,8 @@ class ConsoleTracker:
 
 
 def print_samples(console: Console, rows: Sequence[SampleRow], k: int = 3, limit: int = 400) -> None:
-    """Prints ``k`` of the rows with their scores: evenly spread, hence the same problems at each evaluation.
-
-    Prompts and responses are untrusted: control sequences are stripped, each is cut to ``limit`` characters.
-    """
+    """Prints ``k`` of the rows with their scores: evenly spread, hence the same problems at each evaluation. Prompts
+    and responses are untrusted: control sequences are stripped, each is cut to ``limit`` characters."""
     for position in spread(len(rows), k):
         row = rows[position]
         console.print(sample_head(row), soft_wrap=True)

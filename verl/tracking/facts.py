@@ -40,10 +40,8 @@ def get(tree: dict[str, Any] | None, key: str) -> Any:
 
 
 def settings(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """``{key, value, meaning, set, default?, unknown?}`` of every value; ``set``: it differs from the default.
-
-    A key without ``default`` has none. Keys that this version does not know are ``unknown``.
-    """
+    """``{key, value, meaning, set, default?, unknown?}`` of every value; ``set``: it differs from the default. A key
+    without ``default`` has none. Keys that this version does not know are ``unknown``."""
     with using(schema_of(tree) or Config):
         known, standard, found = leaves(), json_value(defaults()), []
         for key, value in _flat(json_value(tree), ""):

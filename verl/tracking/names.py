@@ -111,10 +111,8 @@ def validation_by_source(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def validation_score(metrics: Mapping[str, object]) -> float | None:
-    """One validation figure: the plain mean over data sources, None where the step was not validated.
-
-    Of supervised training the accuracy on pairs, else the loss.
-    """
+    """One validation figure: the plain mean over data sources, None where the step was not validated. Of supervised
+    training the accuracy on pairs, else the loss."""
     by_source = validation_by_source(metrics)
     return sum(by_source.values()) / len(by_source) if by_source else _first(metrics, VAL_ACCURACY, VAL_LOSS)
 
@@ -142,10 +140,8 @@ class RunSummary:
 
 
 def read_metrics(run_dir: RunDir) -> tuple[list[dict[str, Any]], int]:
-    """The steps of a run in order, and how many lines were torn or no step.
-
-    Lines of one step are merged, later values first.
-    """
+    """The steps of a run in order, and how many lines were torn or no step. Lines of one step are merged, later values
+    first."""
     records, torn = read_jsonl(run_dir.metrics)
     steps, skipped = merged_steps(records)
     return steps, torn + skipped

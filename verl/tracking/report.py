@@ -170,11 +170,9 @@ MAX_POINTS = 1000
 
 
 def curves(steps: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], int]:
-    """``steps``, every metric's values aligned with them, and seconds by stage; and the steps folded into a point.
-
-    A run of more than ``MAX_POINTS`` steps is folded: means of neighbouring steps, the extremes of ``…/min`` and
-    ``…/max``.
-    """
+    """``steps``, every metric's values aligned with them, and seconds by stage; and the steps folded into a point. A
+    run of more than ``MAX_POINTS`` steps is folded: means of neighbouring steps, the extremes of ``…/min`` and
+    ``…/max``."""
     bucket = max(1, -(-len(steps) // MAX_POINTS))
     groups = [steps[i : i + bucket] for i in range(0, len(steps), bucket)]
     lines = [group[0] if len(group) == 1 else _folded(group) for group in groups]

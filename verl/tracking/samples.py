@@ -50,9 +50,7 @@ class SampleRow:
 
 def write_samples(run_dir: RunDir, step: int, split: Split, rows: Sequence[SampleRow], max_rows: int = 512) -> Path:
     """Writes the split's rows of a step, in place of earlier ones; atomic. Raises VerlError on a full disk.
-
-    ``max_rows``: beyond, whole groups are kept, evenly spread over the batch.
-    """
+    ``max_rows``: beyond, whole groups are kept, evenly spread over the batch."""
     path = run_dir.samples(step)
     there = path.read_bytes().split(b"\n") if path.exists() else []
     lines = [line.decode() for line in there if (record := parse_line(line)) and record.get("split") != split]
@@ -173,11 +171,9 @@ def rows_from_batch(batch: DataProto, split: Split, decode: Callable[[list[int]]
 
 
 def token_figures(columns: Any, row: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    """What a row's trained tokens are and what there is about each, for the first ``TOKENS`` of them.
-
-    ``change`` is the log-prob of the policy at the start of the update less the reference's, or where there is none
-    less that of the engine that sampled.
-    """
+    """What a row's trained tokens are and what there is about each, for the first ``TOKENS`` of them. ``change`` is the
+    log-prob of the policy at the start of the update less the reference's, or where there is none less that of the
+    engine that sampled."""
     kept = columns["response_mask"][row].bool().nonzero().flatten()[:TOKENS]
     own = {name: columns[name][row][kept] for name in _TOKEN_COLUMNS if name in columns.keys()}  # noqa: SIM118
     found: dict[str, Any] = {"text": [decode([token]) for token in own.pop("responses").tolist()]}

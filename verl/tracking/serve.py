@@ -32,10 +32,8 @@ _COOKIE = "verl_token_{}"  # browsers send the cookies of a machine to all of it
 
 class ReportServer(ThreadingHTTPServer):
     """Serves ``/`` (the page of one run, or of several compared) and ``/state`` (a text that changes with the runs).
-
     ``port``: 0 is any that is free. ``token``: None where ``host`` is a loopback address. Raises VerlError: a folder is
-    no run's, or the address cannot be used.
-    """
+    no run's, or the address cannot be used."""
 
     daemon_threads = True
 

@@ -52,10 +52,8 @@ def read_timeline(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def usual(lines: Sequence[dict[str, Any]], profiled: Sequence[int]) -> list[dict[str, Any]]:
-    """Without the first step, which warms up, and those that a profiler slowed down, if others are left.
-
-    Rollout workers may still write what they have recorded of a step while the next one waits for them.
-    """
+    """Without the first step, which warms up, and those that a profiler slowed down, if others are left. Rollout
+    workers may still write what they have recorded of a step while the next one waits for them."""
     odd = {*[line["step"] for line in lines[:1]], *profiled, *[step + 1 for step in profiled]}
     return [line for line in lines if line["step"] not in odd] or list(lines)
 
@@ -108,9 +106,7 @@ def _covered(spans: Spans, zero: float, last: float) -> list[tuple[float, float]
 
 def trace(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All steps, stages and calls of all processes in Chrome's trace format, which Perfetto and chrome://tracing read.
-
-    A process of the trace for the controller and for each worker; parts that overlap are in rows of their own.
-    """
+    A process of the trace for the controller and for each worker; parts that overlap are in rows of their own."""
     spans: dict[str, list[tuple[str, float, float, int]]] = {"controller": []}
     zero = min((line.get("began", 0.0) for line in lines), default=0.0)
     for line in lines:

@@ -47,6 +47,7 @@ class MetricTracker(Protocol):
         return None
 
     def samples(self, step: int, split: Split, rows: Sequence[SampleRow]) -> None:
+        """Responses of a training step or of a validation."""
         return None
 
     def close(self) -> None:
@@ -72,9 +73,7 @@ class JsonlTracker(MetricTracker):
 
 class TensorBoardTracker(MetricTracker):
     """TensorBoard events in the run's ``tensorboard`` folder, under the same names; configuration and samples as text.
-
-    Events of a killed run behind ``resumed_from``, the step that the run goes on from, are purged.
-    """
+    Events of a killed run behind ``resumed_from``, the step that the run goes on from, are purged."""
 
     def __init__(self, run_dir: RunDir, resumed_from: int | None = None) -> None:
         if importlib.util.find_spec("tensorboard") is None:
