@@ -107,8 +107,8 @@ def command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], json: str = "", **late: Any
 ) -> argparse.ArgumentParser:
     """A command that does something. ``run``: does it. Its docstring is the help: what it does, then examples (lines
-    that begin with ``verl``) and what else there is to say. ``json``: the help of --json,
-    where it has one. ``late``: ``late_epilog``, see :class:`Parser`."""
+    that begin with ``verl``) and what else there is to say. ``json``: the help of --json, where it has one. ``late``:
+    ``late_epilog``, see :class:`Parser`."""
     about, _, more = (inspect.getdoc(run) or name).partition("\n\n")
     more = re.sub("^verl ", "  verl ", more, flags=re.MULTILINE)
     parser: argparse.ArgumentParser = commands.add_parser(
