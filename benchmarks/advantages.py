@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs
+from verl.algorithms.advantage_inputs import AdvantageInputs
+from verl.algorithms.advantages import ESTIMATORS
 from verl.config.schema_run import AlgorithmConfig
 
 GROUP = 8

@@ -25,14 +25,13 @@ import torch
 
 from verl.config import load_config
 from verl.config.schema_reward import JudgeConfig
-from verl.data.files import DATA_ENDINGS
-from verl.data.tables import open_table
+from verl.data.tables import DATA_ENDINGS, open_table
 from verl.errors import VerlError
 from verl.models.loading import load_causal_lm, load_tokenizer
 from verl.protocol import DataProto
 from verl.protocol.files import read_safetensors, read_tree
-from verl.rewards.channel import Channel
-from verl.rewards.judge import Judge
+from verl.rewards.functions import Judge
+from verl.rewards.pool_worker import Channel
 from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.runs import overview

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl.algorithms.advantages import AdvantageInputs
+from verl.algorithms.advantage_inputs import AdvantageInputs
 from verl.config.schema_run import AlgorithmConfig
 
 

@@ -13,14 +13,8 @@ from advantage_oracles import ORACLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.advantages import (
-    ESTIMATORS,
-    AdvantageInputs,
-    group_index,
-    outcome_scores,
-    zero_spread_metric,
-)
-from verl.algorithms.group_advantages import gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
+from verl.algorithms.advantage_inputs import AdvantageInputs, group_index, outcome_scores, zero_spread_metric
+from verl.algorithms.advantages import ESTIMATORS, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
 from verl.algorithms.masking import count_nonfinite, place_at_last
 from verl.algorithms.token_advantages import gae
 from verl.config.schema_run import AlgorithmConfig

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, estimate, find_estimator
+from verl.algorithms.advantage_inputs import AdvantageInputs
+from verl.algorithms.advantages import ESTIMATORS, estimate, find_estimator
 from verl.algorithms.masking import place_at_last
 from verl.config.schema_run import AlgorithmConfig
 from verl.errors import ConfigError, VerlError
@@ -128,7 +129,7 @@ def test_what_an_estimator_needs(name, needs):
 
 HALF = """
 import torch
-from verl.algorithms.advantages import Advantages
+from verl.algorithms.advantage_inputs import Advantages
 from verl.algorithms.advantage_inputs import spread_over_tokens
 
 def estimator(inputs, config):

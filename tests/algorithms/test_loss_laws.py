@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.aggregation import LOSS_AGGREGATIONS, count_denominators
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.loss_inputs import LossInputs, PolicyLoss
 from verl.algorithms.metric import merge_all, reduce_metrics
-from verl.algorithms.policy_loss import POLICY_LOSSES
+from verl.algorithms.policy_loss import POLICY_LOSSES, actor_loss
 from verl.algorithms.value_loss import ValueLossInputs, value_loss
 from verl.config.schema_roles import ActorConfig, CriticConfig, PolicyLossConfig
 

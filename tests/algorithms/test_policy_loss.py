@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.loss_inputs import LossInputs, PolicyLoss, guarded
 from verl.algorithms.metric import reduce_metrics
-from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss, vanilla
+from verl.algorithms.policy_loss import POLICY_LOSSES, actor_loss, find_policy_loss, vanilla
 from verl.config.schema_roles import ActorConfig, PolicyLossConfig
 from verl.errors import ConfigError
 

@@ -13,7 +13,7 @@ from verl.config.schema_supervised import PairDataConfig
 from verl.data.examples import load_pairs
 from verl.data.rows import PromptRow
 from verl.models.tiny import EOS_ID, byte_tokenizer
-from verl.trainer.preferences import Answer, PairCounts, pairs_of
+from verl.trainer.offline_evaluation import Answer, PairCounts, pairs_of
 
 
 def row(number: int) -> PromptRow:

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from verl.config import DataConfig
-from verl.data.rows import BadRow, PromptRow
-from verl.data.sources import FileRows
+from verl.data.rows import BadRow, FileRows, PromptRow
 
 SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<u>": 3, "<a>": 4}
 # One id a word: w0 is 10, w1 is 11, ... Every message adds <u> and a closing </s>, the generation prompt adds <a>.

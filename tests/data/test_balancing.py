@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.data.balancing import karmarkar_karp, plan_ranks, share_rows
+from verl.data.packing import karmarkar_karp, plan_ranks, share_rows
 from verl.errors import DataError
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.config.schema_supervised import PairDataConfig, SftDataConfig
-from verl.data.conversations import Renderer, UnusableError
 from verl.data.examples import load_conversations, load_pairs
+from verl.data.rendering import Renderer, UnusableError
 from verl.errors import DataError
 from verl.models.tiny import EOS_ID, byte_tokenizer
 

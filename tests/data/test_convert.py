@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl.data import output
-from verl.data.convert import Mapping, convert
+from verl.data.generate import Mapping, convert
 from verl.data.tables import read_rows
 from verl.errors import DataError
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl.data.files import expand_entries, expand_files
+from verl.data.tables import expand_entries, expand_files
 from verl.errors import DataError
 
 

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl.config import DataConfig
-from verl.data.rows import BadRow
-from verl.data.sources import FileRows
+from verl.data.rows import BadRow, FileRows
 from verl.errors import DataError
 
 

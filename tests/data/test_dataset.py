@@ -152,7 +152,7 @@ def test_the_hash_is_of_the_content_alone(write, row_of, load, monkeypatch):
     first, second = write("c.jsonl", rows[:17]), write("d.jsonl", rows[17:])
     assert load(first, second).content_hash == base != load(second, first).content_hash
     monkeypatch.setattr(dataset_module, "IDS_IN_MEMORY", 0)
-    monkeypatch.setattr("verl.data.workers.CHUNK", 7)
+    monkeypatch.setattr("verl.data.prepare.CHUNK", 7)
     again = load(a)
     assert again.content_hash == base and [list(ids) for ids in again.prompt_ids] == [[10 + i] for i in range(40)]
     assert [row.row_index for row in again.rows] == list(range(40))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl.data.generate import make_gsm8k, make_reasoning_gym
-from verl.data.options import parse_options, parse_value
+from verl.data.output import parse_options, parse_value
 from verl.data.tables import read_rows
 from verl.data.typed_json import dump_typed, load_typed
 from verl.errors import DataError

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl.data import text_readers
+from verl.data import readers
 from verl.data.tables import RawRow, open_table, read_rows
 from verl.errors import DataError
 
@@ -118,7 +118,7 @@ def test_categories_and_types_of_arrow(tmp_path):
 
 
 def test_lists_of_json_are_read_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_readers, "READ_BYTES", 3)
+    monkeypatch.setattr(readers, "READ_BYTES", 3)
     rows = [{"a": 'quote " brace } bracket ] \\', "b": [[], {"c": "," * i}]} for i in range(9)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows, indent=1))
@@ -258,7 +258,7 @@ def test_files_of_another_kind_say_what_they_are(tmp_path, name, raw, words):
 
 
 def test_a_row_that_is_enormous(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_readers, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 100)
     for name, raw in (("a.jsonl", b'{"a": 1}\n' + b"x" * 200), ("a.json", b'["' + b"x" * 200), ("a.csv", b"a" * 200)):
         (tmp_path / name).write_bytes(raw)
         with pytest.raises(DataError, match=r"(?s)larger than.*a\.(jsonl, line 2|json, row 0|csv, line 1)"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from verl.config import DataConfig
-from verl.data import workers
+from verl.data import prepare
 from verl.data.dataset import PromptDataset
 from verl.errors import DataError
 
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def few_rows_are_many(monkeypatch):
-    monkeypatch.setattr(workers, "ROWS_PER_WORKER", 20)
-    monkeypatch.setattr(workers, "CHUNK", 16)
+    monkeypatch.setattr(prepare, "ROWS_PER_WORKER", 20)
+    monkeypatch.setattr(prepare, "CHUNK", 16)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_any_number_of_processes_gives_the_same(files, make_tokenizer, monkeypat
     started = []
     make = subprocess.Popen
     monkeypatch.setattr(
-        workers.subprocess, "Popen", lambda *args, **kw: started.append(make(*args, **kw)) or started[-1]
+        prepare.subprocess, "Popen", lambda *args, **kw: started.append(make(*args, **kw)) or started[-1]
     )
     tokenizer = make_tokenizer(adds_bos=True)
     fields = {"sampler": {"weight_column": "w"}}
@@ -73,18 +73,18 @@ def test_any_number_of_processes_gives_the_same(files, make_tokenizer, monkeypat
 
 
 def test_few_rows_start_no_process(files, make_tokenizer, monkeypatch):
-    monkeypatch.setattr(workers, "ROWS_PER_WORKER", 100)
-    monkeypatch.setattr(workers.subprocess, "Popen", None)
+    monkeypatch.setattr(prepare, "ROWS_PER_WORKER", 100)
+    monkeypatch.setattr(prepare.subprocess, "Popen", None)
     assert len(load(files, make_tokenizer(), 8)) == len(load(files, make_tokenizer(), None)) == 127
 
 
 @pytest.fixture
 def altered(monkeypatch):
     """``altered(change)``: ``change(worker, message)`` gives what a worker is told in place of ``message``."""
-    tell = workers._Worker.tell
+    tell = prepare._Worker.tell
 
     def install(change) -> None:
-        monkeypatch.setattr(workers._Worker, "tell", lambda worker, message: tell(worker, change(worker, message)))
+        monkeypatch.setattr(prepare._Worker, "tell", lambda worker, message: tell(worker, change(worker, message)))
 
     return install
 
@@ -118,10 +118,10 @@ PROGRAM = """
 import sys
 from transformers import AutoTokenizer
 from verl.config import DataConfig
-from verl.data import workers
+from verl.data import prepare
 from verl.data.dataset import PromptDataset
 
-workers.ROWS_PER_WORKER, workers.CHUNK = 20, 16
+prepare.ROWS_PER_WORKER, prepare.CHUNK = 20, 16
 tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})
 config = DataConfig(train_files={files!r}, num_workers=2, max_prompt_length=64, max_skipped_fraction=0.1)
 print(len(PromptDataset.load(config.train_files, config, tokenizer)), "rows", flush=True)
@@ -145,14 +145,14 @@ def test_a_script_on_standard_input(files, make_tokenizer, tmp_path):
 
 
 def test_a_worker_that_gives_no_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
-    with workers._Worker() as worker, pytest.raises(DataError, match="gave no answer") as caught:
+    monkeypatch.setattr(prepare, "ANSWER_SECONDS", 0.2)
+    with prepare._Worker() as worker, pytest.raises(DataError, match="gave no answer") as caught:
         worker.hear()  # it was asked nothing
     assert caught.value.value == "0.2 seconds" and worker._process.poll() == -signal.SIGKILL
 
 
 def test_workers_end_when_their_parent_is_killed():
-    code = "from verl.data.workers import _Worker; import time; w = _Worker()\n"
+    code = "from verl.data.prepare import _Worker; import time; w = _Worker()\n"
     parent = start("-c", code + "print(w._process.pid, flush=True); time.sleep(60)")
     worker = int(parent.stdout.readline())
     assert running(worker)
@@ -172,21 +172,21 @@ def running(pid: int) -> bool:
 
 
 def test_the_wire_keeps_every_array():
-    part = workers.Prepared(
-        rows=np.array([(3, 1, 1, 0.1, 0), (2**40, 2, 2**64 - 1, 2.0, 1)], workers.KEPT),
+    part = prepare.Prepared(
+        rows=np.array([(3, 1, 1, 0.1, 0), (2**40, 2, 2**64 - 1, 2.0, 1)], prepare.KEPT),
         ids=np.array([7, 8, 9], np.int32),
-        over=np.array([], workers.OVER),
+        over=np.array([], prepare.OVER),
         names=["a", "\u2028"],
-        bad=[workers.BadRow("f", 1, "line 2", 9, "no\nreason")],
+        bad=[prepare.BadRow("f", 1, "line 2", 9, "no\nreason")],
         kinds={"source a": 3},
     )
     import io
 
     sent = io.BytesIO()
-    workers._send(sent, workers._encode(part))
+    prepare._send(sent, prepare._encode(part))
     sent.seek(0)
-    back = workers._decode(json.loads(sent.readline()))
-    for name in workers._ARRAYS:
+    back = prepare._decode(json.loads(sent.readline()))
+    for name in prepare._ARRAYS:
         ours, theirs = getattr(part, name), getattr(back, name)
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
     assert (back.names, back.bad, back.kinds) == (part.names, part.bad, part.kinds)

@@ -15,8 +15,8 @@ from sympy import Symbol
 
 from verl.errors import RewardError
 from verl.rewards import maths
-from verl.rewards.math_values import surely_differ, value_at_a_point, value_of
 from verl.rewards.rules import gsm8k, math
+from verl.rewards.written_numbers import surely_differ, value_at_a_point, value_of
 
 GSM8K_TEST = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
 

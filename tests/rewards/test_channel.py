@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.data.typed_json import pack, unpack
-from verl.rewards.channel import MESSAGE_LIMIT, Channel
+from verl.rewards.pool_worker import MESSAGE_LIMIT, Channel
 
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
@@ -80,7 +80,7 @@ def test_messages_arrive_whole_in_order_and_bounded():
 
 
 def test_what_is_too_long_is_not_sent(monkeypatch):
-    monkeypatch.setattr("verl.rewards.channel.MESSAGE_LIMIT", 10)
+    monkeypatch.setattr("verl.rewards.pool_worker.MESSAGE_LIMIT", 10)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(ValueError, match="12 bytes, more than 10"):
         Channel(ours).send("x" * 10)

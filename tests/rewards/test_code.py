@@ -14,11 +14,9 @@ from test_scorer import batch_of
 from verl.config import RewardConfig, SandboxConfig
 from verl.errors import RewardError
 from verl.rewards import code as module
-from verl.rewards.code import code, extract_code
+from verl.rewards.code import code, extract_code, read_tests, same_output
 from verl.rewards.code_asserts import assert_tests
-from verl.rewards.code_tests import read_tests, same_output
-from verl.rewards.sandbox import Sandbox, SandboxError
-from verl.rewards.sandbox_values import Other, decode, hashable
+from verl.rewards.sandbox import Other, Sandbox, SandboxError, decode, hashable
 from verl.rewards.scorer import RuleScorer
 
 LIMITS = SandboxConfig(time_limit=5, memory_limit=256)

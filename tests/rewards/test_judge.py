@@ -17,7 +17,7 @@ from verl.config import build_config
 from verl.config.schema_reward import JudgeConfig, RewardConfig
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
-from verl.rewards.judge import Judge, as_text
+from verl.rewards.functions import Judge, as_text
 from verl.rewards.scorer import RuleScorer
 
 Answer = Callable[[dict[str, Any], int], tuple[int, Any]]  # of a request and its number: status and content

@@ -142,7 +142,7 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path, number):
     (tmp_path / "r.py").write_text(EVAL)
     program = f"""
         import sys; sys.path[:] = {sys.path!r}
-        from verl.rewards.calls import Call
+        from verl.rewards.results import Call
         from verl.rewards.pool import Pool
         from verl.rewards.pool_worker import Target
         pool, target = Pool(2, 1, 60.0, True), Target("compute_score", {str(tmp_path / "r.py")!r})

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from verl.errors import RewardError
 from verl.rewards import rules
-from verl.rewards.rules import RULES, by_source, rule_named
-from verl.rewards.text_rules import last_boxed
+from verl.rewards.rules import RULES, by_source, last_boxed, rule_named
 from verl.rewards.written_numbers import last_number, leading_number, whole_number
 
 

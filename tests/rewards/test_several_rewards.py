@@ -13,8 +13,7 @@ from verl.config import RewardConfig, load_config
 from verl.errors import ConfigError, RewardError
 from verl.rewards.results import Score
 from verl.rewards.scorer import RuleScorer, combined
-from verl.trainer.batch_metrics import batch_metrics
-from verl.trainer.group_metrics import graded_rows, validation_metrics
+from verl.trainer.group_metrics import batch_metrics, graded_rows, validation_metrics
 
 EVAL = "def compute_score(data_source, solution_str, ground_truth): return eval(solution_str)\n"
 LENGTH = "def compute_score(data_source, solution_str, ground_truth): return {'score': len(solution_str), 'acc': 0.5}\n"

@@ -16,7 +16,7 @@ from verl.models.loading import load_tokenizer
 from verl.protocol import DataProto
 from verl.rollout.protocol import Request, Result
 from verl.rollout.seeds import slot_seed
-from verl.trainer.evaluation import evaluate
+from verl.trainer.loop import evaluate
 from verl.trainer.sampling import WIDTH_BUCKET, Sampler
 
 

@@ -19,9 +19,9 @@ from verl.errors import VerlError
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.trainer import loop
-from verl.trainer.group_filter import filtered_rollout, rows_with_spread
 from verl.trainer.run import train
 from verl.trainer.sampling import join
+from verl.trainer.sources import filtered_rollout, rows_with_spread
 
 PAD = 258
 

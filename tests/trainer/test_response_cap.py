@@ -18,10 +18,10 @@ from verl.config import Config, load_config
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.trainer import loop
-from verl.trainer.response_cap import ResponseCap
 from verl.trainer.run import train
 from verl.trainer.sampling import Sampler
 from verl.trainer.stages import process, update
+from verl.trainer.state import ResponseCap
 from verl.trainer.timer import StepTimer
 
 BASE = ["data.train_files=[t.parquet]", "model.path=tiny"]
@@ -114,7 +114,7 @@ def test_rules_and_notices() -> None:
     adaptive = "rollout.response_length.mode=adaptive"
     with pytest.raises(ConfigError, match=r"rollout\.response_length\.min is more than data\.max_response_length"):
         load(adaptive, "rollout.response_length.min=513")
-    with pytest.raises(ConfigError, match="mask_truncated=true trains on none"):
+    with pytest.raises(ConfigError, match="mask_truncated=true trains on no cut one"):
         load("rollout.ignore_eos=true", "algorithm.mask_truncated=true")
     assert load("rollout.ignore_eos=true", "algorithm.mask_truncated=true", "rollout.stop=x") == []
     assert load(adaptive, "rollout.response_length.window=9") == []

@@ -22,7 +22,7 @@ from verl.errors import WorkerDiedError
 from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.trainer import loop
-from verl.trainer.restarts import MEMORY, kept_in_memory
+from verl.trainer.resume import MEMORY, kept_in_memory
 from verl.trainer.run import train
 
 

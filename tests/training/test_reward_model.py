@@ -16,7 +16,6 @@ from transformers import AutoModelForSequenceClassification
 from verl.cluster.early_scoring import PROMPT_COLUMNS, EarlyScoring
 from verl.config import RewardConfig
 from verl.config.schema_reward import RewardModelConfig
-from verl.data.examples import padded
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_classifier
@@ -24,6 +23,7 @@ from verl.models.packed import pack_rows
 from verl.models.policy import ValueModel
 from verl.models.tiny import EOS_ID, build_tiny, byte_tokenizer
 from verl.protocol import DataProto
+from verl.protocol.columns import padded
 from verl.rewards.scorer import RuleScorer
 from verl.rollout.protocol import Request, Result, SamplingParams, Slot
 from verl.training.reward_model import RewardModel

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from verl.algorithms.metric import reduce_metrics
-from verl.algorithms.preference import bradley_terry
+from verl.algorithms.value_loss import bradley_terry
 from verl.config.schema_supervised import PairDataConfig, SftDataConfig, SupervisedOptimConfig
-from verl.data.conversations import Conversation
 from verl.data.dataset import TokenRows
 from verl.data.examples import ExampleDataset, Row, pair_example, sft_example
+from verl.data.rendering import Conversation
 from verl.errors import OutOfMemoryError, VerlError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, load_classifier

@@ -29,7 +29,7 @@ class RowTotals(NamedTuple):
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may look at.
+    """What an estimator may look at. Raises ValueError: shapes that do not fit together.
 
     Attributes:
         token_level_rewards: (B, R), after shaping and the KL penalty where there are any.
@@ -41,9 +41,6 @@ class AdvantageInputs:
             finished one. None: every response counts as finished.
         reward_components: (B, K), for estimators that normalise several rewards apart; NaN where a row has none.
         baselines: (B,), for estimators with a baseline rollout: the return of the greedy response.
-
-    Raises:
-        ValueError: shapes that do not fit together.
     """
 
     token_level_rewards: Tensor
@@ -124,25 +121,17 @@ def group_index(uids: Sequence[Hashable]) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of each row's group over its counted rows, given back to every row: all (B,).
+    """Statistics of each row's group over its counted rows, given back to every row: all (B,). ``count``: counted rows
+    of the group; ``std`` divides by n - 1, 0 for a group of one; ``spread``: the row is counted and its group's scores
+    differ by more than rounding."""
 
-    Attributes:
-        group: int64, the groups numbered from 0.
-        scores: float64, 0 for a row that is not counted.
-        counted: bool.
-        count: counted rows of the group.
-        mean: float64.
-        std: divides by n - 1; 0 for a group of one.
-        spread: bool, the row is counted and its group's scores differ by more than rounding.
-    """
-
-    group: Tensor
-    scores: Tensor
-    counted: Tensor
+    group: Tensor  # int64, the groups numbered from 0
+    scores: Tensor  # float64, 0 for a row that is not counted
+    counted: Tensor  # bool
     count: Tensor
     mean: Tensor
     std: Tensor
-    spread: Tensor
+    spread: Tensor  # bool
 
     @property
     def relative(self) -> Tensor:
@@ -170,15 +159,9 @@ class GroupStatistics:
 def group_statistics(
     scores: Tensor, counted: Tensor, group_ids: Tensor, magnitudes: Tensor | None = None
 ) -> GroupStatistics:
-    """Two-pass statistics in float64, by scatter: no loop over rows or groups. Groups need not be contiguous.
-
-    Args:
-        scores: (B,).
-        counted: (B,) bool; the scores of other rows are never read.
-        group_ids: (B,) int.
-        magnitudes: (B,), size of the numbers that a score was summed from, which bounds its rounding; None: the
-            size of the scores themselves.
-    """
+    """Two-pass statistics in float64, by scatter: no loop over rows or groups. Groups need not be contiguous; scores of
+    rows not ``counted`` are never read. ``magnitudes``: size of the numbers that a score was summed from, which bounds
+    its rounding; None: the size of the scores themselves."""
     scores = torch.where(counted, scores.double(), 0.0)
     sizes = scores.abs() if magnitudes is None else torch.where(counted, magnitudes, 0.0)
     group = torch.unique(group_ids, return_inverse=True)[1]

@@ -53,16 +53,8 @@ LOSS_AGGREGATIONS: dict[str, Callable[[Denominators], float]] = {
 
 
 def count_denominators(response_mask: Tensor, max_response_length: float) -> Denominators:
-    """Count a whole mini-batch (or a shard of it, for `Denominators.combine`).
-
-    Args:
-        response_mask: (B, R). Rows without a trained token (fillers, rejected or unscored ones whose mask was
-            cleared) count nowhere.
-        max_response_length: C, above 0.
-
-    Raises:
-        ValueError: C is not positive.
-    """
+    """Of a whole mini-batch: ``response_mask`` (B, R), and C. Rows without a trained token (fillers, rejected or
+    unscored ones whose mask was cleared) count nowhere. Raises ValueError: C is not above 0."""
     if not max_response_length > 0:
         raise ValueError(f"the fixed divisor must be above 0, got {max_response_length}")
     trained = response_mask.bool()
@@ -70,16 +62,13 @@ def count_denominators(response_mask: Tensor, max_response_length: float) -> Den
 
 
 def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, denominators: Denominators) -> Tensor:
-    """This micro-batch's addend to the loss of the whole mini-batch, a scalar.
+    """This micro-batch's addend to the loss of the whole mini-batch, a scalar. Raises ValueError: an unknown mode.
 
     Args:
         token_loss: (B, R). What stands at masked positions is never read; its gradient is exactly 0.
         mask: (B, R).
         mode: a key of `LOSS_AGGREGATIONS`.
         denominators: of the whole optimizer step. With 0 tokens the loss is 0 with zero gradient.
-
-    Raises:
-        ValueError: an unknown mode.
     """
     if mode not in LOSS_AGGREGATIONS:
         raise ValueError(f"loss_agg_mode {mode!r}, expected one of {', '.join(LOSS_AGGREGATIONS)}")

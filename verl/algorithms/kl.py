@@ -32,14 +32,6 @@ from verl.errors import ConfigError
 _EXP_LIMIT = 20.0
 
 
-def _k1(d: Tensor) -> Tensor:
-    return d
-
-
-def _k2(d: Tensor) -> Tensor:
-    return 0.5 * d.square()
-
-
 def _k3(d: Tensor) -> Tensor:
     # Below -20, exp(-d) heads for overflow: the value stays at its (huge) bound there and gives no gradient. expm1 and
     # the bound keep it from going below 0 by cancellation where d is tiny. Not by clamp, whose gradient at NaN is 0:
@@ -50,13 +42,10 @@ def _k3(d: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": _k1,
-    "kl": _k1,
+    **dict.fromkeys(("k1", "kl"), lambda d: d),
     "abs": torch.abs,
-    "k2": _k2,
-    "mse": _k2,
-    "k3": _k3,
-    "low_var_kl": _k3,
+    **dict.fromkeys(("k2", "mse"), lambda d: 0.5 * d.square()),
+    **dict.fromkeys(("k3", "low_var_kl"), _k3),
 }
 FULL = "full"
 ZERO_GRADIENT_KINDS = frozenset({"k1", "kl"})  # refused as losses
@@ -70,18 +59,13 @@ def is_full(kind: str) -> bool:
 def kl_estimate(
     log_probs: Tensor, ref_log_probs: Tensor | None, mask: Tensor, kind: str, full_kl: Tensor | None = None
 ) -> Tensor:
-    """Token estimates of the KL divergence, 0 at masked positions.
+    """Token estimates of the KL divergence, 0 at masked positions. Raises ConfigError: an unknown kind; ValueError: the
+    column that the kind needs is missing.
 
     Args:
-        log_probs: (B, R), of the policy.
-        ref_log_probs: (B, R), of the reference; no gradient flows into it. ``full`` does without.
-        mask: (B, R).
+        log_probs, ref_log_probs: (B, R); no gradient flows into the latter, which ``full`` does without.
         kind: a key of `KL_ESTIMATORS`, or ``full``, with an optional trailing ``+``.
         full_kl: (B, R), the divergence itself, for ``full``.
-
-    Raises:
-        ConfigError: an unknown kind.
-        ValueError: the column that the kind needs is missing.
     """
     base = kind.removesuffix("+")
     if base not in KL_ESTIMATORS and base != FULL:
@@ -96,18 +80,15 @@ def kl_estimate(
     d = select(log_probs, mask) - select(ref_log_probs, mask).detach()  # (B, R)
     estimate = KL_ESTIMATORS[base](d)
     if kind.endswith("+"):
-        gradient = _k2(d)
+        gradient = KL_ESTIMATORS["k2"](d)
         # (gradient - gradient) is 0 and carries the gradient; it would be NaN where the square overflows.
         estimate = estimate.detach() + torch.where(gradient.isinf(), 0.0, gradient - gradient.detach())
     return estimate
 
 
 def check_kl_loss(kind: str) -> None:
-    """Refuse an estimator whose gradient, as a loss, is zero in expectation.
-
-    Raises:
-        ConfigError: the kind is k1 without the straight-through form.
-    """
+    """Refuse an estimator whose gradient, as a loss, is zero in expectation. Raises ConfigError: the kind is k1 without
+    the straight-through form."""
     if kind in ZERO_GRADIENT_KINDS:
         raise ConfigError(
             "this KL estimator gives a loss whose gradient is zero in expectation: it would only add noise",
@@ -117,17 +98,10 @@ def check_kl_loss(kind: str) -> None:
 
 
 class KLPenalty(NamedTuple):
-    """Outcome of `apply_kl_penalty`.
+    """``mean_kl``: of ``sequence_kl`` over the rows that have a trained token; the controller is told it."""
 
-    Attributes:
-        token_level_rewards: (B, R), 0 at masked positions.
-        sequence_kl: (B,), mean over each row's trained tokens; 0 for a row without any.
-        mean_kl: mean of ``sequence_kl`` over the rows that have a trained token: ``actor/reward_kl_penalty``, and
-            what the controller is told.
-    """
-
-    token_level_rewards: Tensor
-    sequence_kl: Tensor
+    token_level_rewards: Tensor  # (B, R), 0 at masked positions
+    sequence_kl: Tensor  # (B,), mean over each row's trained tokens; 0 for a row without any
     mean_kl: Metric
 
 
@@ -140,16 +114,8 @@ def apply_kl_penalty(
     kind: str,
     full_kl: Tensor | None = None,
 ) -> KLPenalty:
-    """``token_level_rewards = scores - coef * KL`` per token (Ouyang et al. 2022, arXiv:2203.02155).
-
-    Args:
-        scores: (B, R), token_level_scores.
-        log_probs: (B, R), of the policy that generated (old_log_probs).
-        ref_log_probs, full_kl: (B, R); see `kl_estimate` for which is needed.
-        mask: (B, R).
-        coef: this step's coefficient.
-        kind: see `kl_estimate`; the ``+`` changes nothing here, since no gradient flows.
-    """
+    """``token_level_rewards = scores - coef * KL`` per token (Ouyang et al. 2022, arXiv:2203.02155), all (B, R).
+    ``log_probs``: of the policy that generated. A ``+`` of the kind changes nothing here, since no gradient flows."""
     require_same_shape(mask.shape, scores=scores, log_probs=log_probs, ref_log_probs=ref_log_probs, full_kl=full_kl)
     with torch.no_grad():
         kl = kl_estimate(log_probs, ref_log_probs, mask, kind, full_kl)

@@ -20,6 +20,7 @@ LOG_RATIO_LIMIT = 20.0
 @dataclass(frozen=True)
 class LossInputs:
     """One micro-batch as a policy loss sees it: (B, R) unless said otherwise, R free to differ between micro-batches.
+    Raises ValueError: shapes that do not fit together.
 
     Attributes:
         log_probs: current ones, with gradient.
@@ -35,9 +36,6 @@ class LossInputs:
         full_kl: per-token KL(policy || reference) over the whole vocabulary, with gradient where it enters the loss.
         draws: uniforms by slot and position, for losses that choose tokens.
         statistics: what an entry's ``statistics`` computed over the whole mini-batch.
-
-    Raises:
-        ValueError: shapes that do not fit together.
     """
 
     log_probs: Tensor
@@ -54,26 +52,12 @@ class LossInputs:
     statistics: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        require_same_shape(
-            self.log_probs.shape,
-            old_log_probs=self.old_log_probs,
-            advantages=self.advantages,
-            response_mask=self.response_mask,
-            rollout_log_probs=self.rollout_log_probs,
-            ref_log_probs=self.ref_log_probs,
-            entropy=self.entropy,
-            importance_weights=self.importance_weights,
-            full_kl=self.full_kl,
-            draws=self.draws,
-        )
+        columns = {name: value for name, value in vars(self).items() if name not in ("group_ids", "statistics")}
+        require_same_shape(self.log_probs.shape, **columns)
         require_same_shape(self.log_probs.shape[:1], group_ids=self.group_ids)
 
     def require(self, name: str, loss: str) -> Tensor:
-        """A column that may be missing.
-
-        Raises:
-            ValueError: it is.
-        """
+        """A column that may be missing. Raises ValueError: it is."""
         column: Tensor | None = getattr(self, name)
         if column is None:
             raise ValueError(f"the policy loss {loss!r} needs {name}")

@@ -23,15 +23,8 @@ def row_blocks(shape: Sequence[int]) -> Iterator[slice]:
 
 
 def select(x: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``x`` where ``mask`` is true, ``fill`` elsewhere; half-precision input comes back as float32.
-
-    Args:
-        x: any shape, floating point.
-        mask: bool (or 0/1), the same shape.
-
-    Raises:
-        ValueError: the shapes differ (broadcasting a mask hides mistakes).
-    """
+    """``x`` where ``mask`` (bool or 0/1) is true, ``fill`` elsewhere; half-precision input comes back as float32.
+    Raises ValueError: the shapes differ (broadcasting a mask hides mistakes)."""
     if x.shape != mask.shape:
         raise ValueError(f"mask of shape {tuple(mask.shape)} for values of shape {tuple(x.shape)}")
     return torch.where(mask.bool(), at_least_float32(x), fill)
@@ -43,24 +36,16 @@ def mask_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def zero_outside(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
-    """`select` for columns of the controller: no gradient, and in a third of the time, by masking bits.
-
-    Args:
-        x: float32 or float64, of a shape that broadcasts to the mask's.
-        mask: (B, R) bool, or its `mask_bits` where they are needed several times.
-        out: where to put the result, possibly ``x`` itself; None: a new tensor.
-    """
+    """`select` for columns of the controller: no gradient, and in a third of the time, by masking bits. ``x``: float32
+    or float64, of a shape that broadcasts to the mask's (B, R), which is bool or its `mask_bits`; ``out`` may be it."""
     bits = mask_bits(mask, x.dtype) if mask.dtype == torch.bool else mask
     place = None if out is None else out.view(bits.dtype)
     return torch.bitwise_and(x.view(bits.dtype), bits, out=place).view(x.dtype)
 
 
 def require_same_shape(expected: torch.Size, **tensors: Tensor | None) -> None:
-    """Refuse columns that would be silently broadcast against each other.
-
-    Raises:
-        ValueError: a given tensor's shape is not ``expected``.
-    """
+    """Refuse columns that would be silently broadcast against each other. Raises ValueError: a given tensor's shape is
+    not ``expected``."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}")
@@ -119,12 +104,8 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, out: Tensor | None
     """``(x - mean) / sqrt(var + eps)`` over the true positions, 0 elsewhere; no gradient flows.
 
     The variance divides by n - 1. Values without spread (one value, or all equal whatever their rounding noise)
-    give exactly 0. Statistics are merged from blocks of rows, so that no temporary is as large as ``x``.
-
-    Args:
-        x: (B, ...), floating point.
-        mask: the same shape.
-        out: where to put the result, possibly ``x`` itself; None: a new tensor.
+    give exactly 0. Statistics are merged from blocks of rows (B, ...), so that no temporary is as large as ``x``, into
+    which ``out`` may go.
     """
     chosen = mask.bool()
     if out is None:
@@ -152,16 +133,8 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, out: Tensor | None
 
 
 def place_at_last(values: Tensor, mask: Tensor) -> Tensor:
-    """Put one number a row on the row's last true position: where a response's scalar score lands.
-
-    Args:
-        values: (B,) floating point.
-        mask: (B, R).
-
-    Returns:
-        (B, R), 0 everywhere else. A row without a true position stays all 0: its value goes nowhere, least of all
-        to the padded slot that index -1 would name.
-    """
+    """Put one number a row, (B,), on the row's last true position of (B, R): where a response's scalar score lands. A
+    row without one stays all 0: its value goes nowhere, least of all to the padded slot that index -1 would name."""
     trained = mask.bool()  # (B, R)
     placed = torch.zeros(trained.shape, dtype=at_least_float32(values).dtype, device=values.device)
     if trained.shape[1] == 0:

@@ -25,19 +25,12 @@ _IDENTITY: dict[str, float] = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min":
 
 @dataclass(frozen=True)
 class Metric:
-    """One number in the making.
+    """One number in the making."""
 
-    Attributes:
-        numerator: the sum of the values (mean, sum) or their extreme (max, min).
-        denominator: how many values it stands for, or their weight. 0: empty.
-        reduce: how the value is formed and two metrics are merged.
-        skipped: how many values were NaN or inf and were left out of both.
-    """
-
-    numerator: Number
-    denominator: Number
-    reduce: Reduce = "mean"
-    skipped: Number = 0.0
+    numerator: Number  # the sum of the values (mean, sum) or their extreme (max, min)
+    denominator: Number  # how many values it stands for, or their weight. 0: empty.
+    reduce: Reduce = "mean"  # how the value is formed and two metrics are merged
+    skipped: Number = 0.0  # how many values were NaN or inf and were left out of both
 
     def __post_init__(self) -> None:
         if self.reduce not in get_args(Reduce):
@@ -58,11 +51,8 @@ class Metric:
 
 
 def merge(a: Metric, b: Metric) -> Metric:
-    """The metric of both sets of values together. Associative and commutative (up to float64 rounding).
-
-    Raises:
-        ValueError: the two reduce differently.
-    """
+    """The metric of both sets of values together. Associative and commutative (up to float64 rounding). Raises
+    ValueError: the two reduce differently."""
     if a.reduce != b.reduce:
         raise ValueError(f"cannot merge a {a.reduce!r} metric with a {b.reduce!r} metric")
     if a.reduce in ("mean", "sum"):
@@ -111,24 +101,37 @@ def reduce_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def mean_metric(values: Tensor, mask: Tensor | None = None) -> Metric:
     """Mean of ``values`` (any shape) over ``mask``; NaN and inf are skipped and counted. Sums in float64."""
-    total, count, skipped = _sums(values, mask)
-    return Metric(total, count, "mean", skipped)
+    return _over(values, mask, "mean")
 
 
 def sum_metric(values: Tensor, mask: Tensor | None = None) -> Metric:
-    """Sum of ``values`` over ``mask``; NaN and inf are skipped and counted."""
-    total, count, skipped = _sums(values, mask)
-    return Metric(total, count, "sum", skipped)
+    """Their sum, as :func:`mean_metric`."""
+    return _over(values, mask, "sum")
 
 
 def max_metric(values: Tensor, mask: Tensor | None = None) -> Metric:
-    """Largest of ``values`` over ``mask``; NaN and inf are skipped and counted."""
-    return _extreme_metric(values, mask, "max")
+    """The largest, as :func:`mean_metric`."""
+    return _over(values, mask, "max")
 
 
 def min_metric(values: Tensor, mask: Tensor | None = None) -> Metric:
-    """Smallest of ``values`` over ``mask``; NaN and inf are skipped and counted."""
-    return _extreme_metric(values, mask, "min")
+    """The smallest, as :func:`mean_metric`."""
+    return _over(values, mask, "min")
+
+
+def _over(values: Tensor, mask: Tensor | None, reduce: Reduce) -> Metric:
+    values = values.detach()
+    chosen = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+    if chosen.shape != values.shape:
+        raise ValueError(f"mask of shape {tuple(chosen.shape)} for values of shape {tuple(values.shape)}")
+    usable = chosen & torch.isfinite(values)
+    if reduce in ("mean", "sum"):
+        numerator = torch.where(usable, values, 0.0).sum(dtype=torch.float64)
+    else:
+        identity = torch.tensor([_IDENTITY[reduce]], dtype=torch.float64, device=values.device)
+        candidates = torch.cat([torch.where(usable, values.double(), identity).flatten(), identity])
+        numerator = candidates.amax() if reduce == "max" else candidates.amin()
+    return Metric(numerator, usable.sum().double(), reduce, (chosen & ~usable).sum().double())
 
 
 def spread_metrics(name: str, values: Tensor, mask: Tensor | None = None) -> dict[str, Metric]:
@@ -173,28 +176,6 @@ def correlation_metrics(name: str, one: Tensor, other: Tensor, mask: Tensor) -> 
     return {f"{name}#{part}": mean_metric(values, mask) for part, values in parts.items()}
 
 
-def _sums(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    values, chosen, usable = _usable(values, mask)
-    total = torch.where(usable, values, 0.0).sum(dtype=torch.float64)
-    return total, usable.sum().double(), (chosen & ~usable).sum().double()
-
-
-def _extreme_metric(values: Tensor, mask: Tensor | None, reduce: Literal["max", "min"]) -> Metric:
-    values, chosen, usable = _usable(values, mask)
-    identity = torch.tensor([_IDENTITY[reduce]], dtype=torch.float64, device=values.device)
-    candidates = torch.cat([torch.where(usable, values.double(), identity).flatten(), identity])
-    extreme = candidates.amax() if reduce == "max" else candidates.amin()
-    return Metric(extreme, usable.sum().double(), reduce, (chosen & ~usable).sum().double())
-
-
-def _usable(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    values = values.detach()
-    chosen = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
-    if chosen.shape != values.shape:
-        raise ValueError(f"mask of shape {tuple(chosen.shape)} for values of shape {tuple(values.shape)}")
-    return values, chosen, chosen & torch.isfinite(values)
-
-
 def _extreme(a: Number, b: Number, reduce: Reduce) -> Number:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         pair = [torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)]
@@ -207,11 +188,7 @@ def _extreme(a: Number, b: Number, reduce: Reduce) -> Number:
 def _variance(mean: float, mean_square: float) -> float:
     """E[x^2] - E[x]^2, exactly 0 where the difference is float64 rounding."""
     variance = mean_square - mean * mean
-    return variance if variance > 1e-14 * mean_square else 0.0
-
-
-def _std(parts: dict[str, float]) -> float:
-    return math.nan if math.isnan(parts["x"]) else math.sqrt(_variance(parts["x"], parts["x2"]))
+    return variance if math.isnan(variance) or variance > 1e-14 * mean_square else 0.0
 
 
 def _explained_variance(parts: dict[str, float]) -> float:
@@ -221,18 +198,14 @@ def _explained_variance(parts: dict[str, float]) -> float:
     return 1.0 - _variance(parts["error"], parts["error2"]) / spread
 
 
-def _effective_sample_size(parts: dict[str, float]) -> float:
-    return parts["w"] ** 2 / parts["w2"] if parts["w2"] else math.nan
-
-
 def _correlation(parts: dict[str, float]) -> float:
     spread = _variance(parts["cx"], parts["cx2"]) * _variance(parts["cy"], parts["cy2"])
     return (parts["cxy"] - parts["cx"] * parts["cy"]) / math.sqrt(spread) if spread > 0 else math.nan
 
 
 _FORMULAS: dict[frozenset[str], Callable[[dict[str, float]], float]] = {
-    frozenset({"x", "x2"}): _std,
-    frozenset({"w", "w2"}): _effective_sample_size,
+    frozenset({"x", "x2"}): lambda parts: math.sqrt(_variance(parts["x"], parts["x2"])),
+    frozenset({"w", "w2"}): lambda parts: parts["w"] ** 2 / parts["w2"] if parts["w2"] else math.nan,
     frozenset({"cx", "cx2", "cy", "cy2", "cxy"}): _correlation,
     frozenset({"error", "error2", "target", "target2"}): _explained_variance,
 }

@@ -54,17 +54,11 @@ class Shaped(NamedTuple):
 
 @dataclass
 class RewardShaper:
-    """Shapes the scores of one batch after another; the statistics of ``scaling=running`` are its only state.
+    """Shapes the scores of one batch after another; the statistics of ``scaling=running`` are its only state."""
 
-    Attributes:
-        config: section ``reward``.
-        max_length: ``data.max_response_length``.
-        seen: count, mean and spread of all scores so far, before scaling.
-    """
-
-    config: RewardConfig
-    max_length: int
-    seen: Moments = field(default_factory=Moments)
+    config: RewardConfig  # section ``reward``
+    max_length: int  # ``data.max_response_length``
+    seen: Moments = field(default_factory=Moments)  # count, mean and spread of all scores so far, before scaling
 
     def __call__(
         self,
@@ -74,20 +68,16 @@ class RewardShaper:
         baselines: Tensor | None = None,
         baseline_lengths: Tensor | None = None,
     ) -> Shaped:
-        """Shape the scores of a step's batch.
-
-        Args:
-            scores: (B,), outcome scores.
-            lengths: (B,), response tokens.
-            scored: (B,) bool; other rows' scores are never read and come back as 0.
-            baselines, baseline_lengths: (B,), of greedy responses: shaped alike, in no statistic and no metric.
-        """
+        """Shape the scores (B,) of a step's batch. Those of rows not ``scored`` are never read and come back as 0;
+        baselines, of greedy responses, are shaped alike, in no statistic and no metric."""
         scores, metrics = self._by_length(torch.where(scored, scores.double(), 0.0), lengths, scored)
         scale = 1.0
         if self.config.scaling != "none":
             batch = Moments.of(scores[scored])
             self.seen.add(batch)
-            scale = _deviation(batch if self.config.scaling == "batch" else self.seen)
+            moments = batch if self.config.scaling == "batch" else self.seen
+            std = math.sqrt(moments.variance)
+            scale = 1.0 if std <= 1e-6 * abs(moments.mean) else std  # within rounding there is none
             metrics["reward/scale"] = Metric(scale, 1.0)
         clipped = self._clip(scores / scale)
         if self.config.clip is not None:
@@ -128,9 +118,3 @@ class RewardShaper:
 def new_shaper(config: Config) -> RewardShaper:
     """Of a run's start."""
     return RewardShaper(config.reward, config.data.max_response_length)
-
-
-def _deviation(moments: Moments) -> float:
-    """What scores are divided by: their std (n - 1), or 1 where there is none, within rounding."""
-    std = math.sqrt(moments.variance)
-    return 1.0 if std <= 1e-6 * abs(moments.mean) else std

@@ -34,12 +34,8 @@ from verl.config.schema_roles import RolloutCorrectionConfig
 def correct_rollout(
     log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Importance weights (B, R), 1 at masked positions.
-
-    Args:
-        log_probs: (B, R), of the trainer: old_log_probs, or in bypass mode the current ones.
-        rollout_log_probs: (B, R), of the engine that sampled.
-        mask: (B, R).
+    """Importance weights (B, R), 1 at masked positions. ``log_probs``: of the trainer, old ones, or in bypass mode the
+    current ones.
 
     Metrics: ``rollout_corr/kl`` and ``rollout_corr/k3_kl``, estimates (k1 and k3) of KL(rollout || trainer) per
     token; of the weights before rejection ``rollout_corr/rollout_is/{mean, max, min}``,

@@ -25,14 +25,8 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     progress is 0 until the last ``lr_wsd_decay_steps`` updates, the share of those that is done in them, and the
     shape is linear. Beyond ``total_steps`` (and for w >= total_steps beyond the warm-up) progress is 1.
 
-    Args:
-        step: updates done before this one (0 for the first).
-        total_steps: updates of the whole run, in the same unit (optimizer steps, or training steps).
-        config: ``lr``, ``lr_scheduler_type``, ``lr_warmup_steps`` (-1: the ratio counts), ``lr_warmup_steps_ratio``,
-            ``lr_wsd_decay_steps``, ``min_lr_ratio``.
-
-    Raises:
-        ValueError: a negative step, or an unknown schedule.
+    ``step``: updates done before this one, in the unit of ``total_steps`` (optimizer steps, or training steps). Raises
+    ValueError: a negative step, or an unknown schedule.
     """
     if step < 0:
         raise ValueError(f"step {step} is negative")
@@ -66,13 +60,9 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 class Schedule:
-    """A coefficient over the run; this one never moves by itself, and remembers nothing.
+    """A coefficient over the run; this one never moves by itself, and remembers nothing."""
 
-    Attributes:
-        metric: the step's metric that it is told after each step; None: it needs none.
-    """
-
-    metric: str | None = None
+    metric: str | None = None  # the step's metric that it is told after each step; None: it needs none
 
     def value(self, step: int, total_steps: int) -> float:
         """Of one training step."""
@@ -120,11 +110,8 @@ class Moving(Schedule):
 
 class Adaptive(Moving):
     """Steers a metric towards a target: ``coef *= 1 + sign * rate * clip(measured / target - 1, -1, 1)`` after each
-    training step, held within [low, high].
-
-    Args:
-        sign: 1 where a larger coefficient lowers the metric, -1 where it raises it.
-    """
+    training step, held within [low, high]. ``sign``: 1 where a larger coefficient lowers the metric, -1 where it raises
+    it."""
 
     def __init__(self, start: float, config: ScheduleConfig, metric: str, sign: int) -> None:
         assert config.target is not None
@@ -142,15 +129,13 @@ class Adaptive(Moving):
 class AdaptiveKLController(Moving):
     """Moves the coefficient towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon`` after each step.
+    ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon`` after each step. Raises ConfigError: one of
+    them is not above 0.
 
-    Args:
-        coef: start, above 0 (0 would stay 0).
-        target: the KL to hold, nats per token, above 0.
-        horizon: samples over which the coefficient can move by a fifth, above 0.
-
-    Raises:
-        ConfigError: one of them is not above 0.
+    Args, all above 0:
+        coef: start (0 would stay 0).
+        target: the KL to hold, nats per token.
+        horizon: samples over which the coefficient can move by a fifth.
     """
 
     metric = "actor/reward_kl_penalty"

@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl.algorithms.advantage_inputs import AdvantageInputs, Advantages
-from verl.algorithms.masking import (
-    at_least_float32,
-    mask_bits,
-    masked_whiten,
-    place_at_last,
-    row_blocks,
-    zero_outside,
-)
+from verl.algorithms.masking import at_least_float32, mask_bits, masked_whiten, place_at_last, row_blocks, zero_outside
 from verl.config.schema_run import AlgorithmConfig
 
 _CHUNK = 64  # tokens summed by one matrix product
@@ -34,11 +27,7 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     trained tokens. After the last one the value is 0, or ``bootstrap_values`` for a response cut by the length limit.
     With ``config.whiten_advantages`` the advantages are then whitened over the trained tokens of all scored rows
     (n - 1; one token alone: 0); the returns are not. An unscored row has advantage 0 and returns equal to its values.
-
-    Config: ``gamma``, ``lam``, ``whiten_advantages``.
-
-    Raises:
-        ValueError: no values were given.
+    Raises ValueError: no values were given.
     """
     if inputs.values is None:
         raise ValueError("the estimator 'gae' needs values: it runs with a critic")
@@ -53,8 +42,6 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adv
 
     Hu et al. 2025, arXiv:2501.03262. Only trained tokens of scored rows count (variance by n - 1; one alone: 0). The
     returns are not whitened.
-
-    Config: ``gamma``.
     """
     returns = _returns(inputs, config.gamma).returns
     return Advantages(masked_whiten(returns, _counted_tokens(inputs)), returns)
@@ -62,10 +49,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adv
 
 def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Return to go, undiscounted, less that of the greedy response to the prompt (Li et al. 2023, arXiv:2310.10505).
-
-    Raises:
-        ValueError: no baselines were given.
-    """
+    Raises ValueError: no baselines were given."""
     if inputs.baselines is None:
         raise ValueError("the estimator 'remax' needs baselines: the returns of greedy responses")
     returns = _returns(inputs, 1.0).returns
@@ -112,15 +96,8 @@ def _returns(inputs: AdvantageInputs, gamma: float, lam: float = 1.0, values: Te
 
 
 def _later(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """For each trained token t the sum over later ones k of ``decay^(trained tokens between t and k) terms_k``.
-
-    Args:
-        terms: (b, R), 0 where ``mask`` is false.
-        mask: (b, R) bool.
-
-    Returns:
-        (b, R); what stands where ``mask`` is false means nothing.
-    """
+    """For each trained token t the sum over later ones k of ``decay^(trained tokens between t and k) terms_k``, (b, R).
+    ``terms`` are 0 where ``mask`` is false; what stands there in the result means nothing."""
     decay = max(decay, 1e-20)  # 0 would divide by 0, and this is as good: it rounds away
     width = _CHUNK if decay == 1 else max(1, min(_CHUNK, int(math.log(_CHUNK_DECAY) / math.log(decay))))
     rows, tokens = terms.shape
@@ -130,7 +107,7 @@ def _later(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
     weights: Tensor | None = None
     if decay == 1:
         whole = torch.ones(rows, chunks, dtype=terms.dtype, device=terms.device)
-    elif _has_gaps(mask):
+    elif bool((mask[:, 1:] & ~mask[:, :-1]).any()):  # some row is no run of trained tokens from column 0 on
         trained = pad(mask, fill).view(shape).to(terms.dtype)
         earlier = trained @ ones.triu(1)  # trained tokens of the chunk before each
         whole = decay ** (earlier[..., -1] + trained[..., -1])  # (b, chunks), decay over the chunk
@@ -151,8 +128,3 @@ def _later(terms: Tensor, mask: Tensor, decay: float) -> Tensor:
     if weights is not None:
         later /= weights.mul_(decay)
     return later.view(rows, -1)[:, :tokens]
-
-
-def _has_gaps(mask: Tensor) -> bool:
-    """Whether some row is not a run of trained tokens from column 0 followed by padding."""
-    return bool((mask[:, 1:] & ~mask[:, :-1]).any())

@@ -1,9 +1,8 @@
 """The manifest of a checkpoint: every file with size and checksum, the step, and what was noted.
 
-CRC-32 is the checksum: it is there to notice torn writes and rotten bits, which it does for any burst
-up to 32 bits and all but one in four billion others, at 2.7 GB/s of one core where SHA-256 makes 1.2
-and BLAKE2b 0.6. Someone who can alter the files could alter the manifest too, so a cryptographic hash
-would protect nothing more.
+CRC-32 is the checksum: it is there to notice torn writes and rotten bits, which it does for any burst up to 32 bits and
+all but one in four billion others, at 2.7 GB/s of one core where SHA-256 makes 1.2 and BLAKE2b 0.6. Someone who can
+alter the files could alter the manifest too, so a cryptographic hash would protect nothing more.
 """
 
 from __future__ import annotations

@@ -134,12 +134,8 @@ class PendingCheckpoint:
         return path
 
     def write_state(self, name: str, tree: Tree) -> None:
-        """Write a tree as ``<name>.json``, and ``<name>.safetensors`` when it holds tensors or arrays.
-
-        Raises:
-            CheckpointError: something in it cannot be saved, or the disk failed; the pending
-                checkpoint is then removed.
-        """
+        """Write a tree as ``<name>.json``, and ``<name>.safetensors`` when it holds tensors or arrays. Raises
+        CheckpointError: something in it cannot be saved, or the disk failed; the pending checkpoint is then removed."""
         path = self.file(f"{name}.json")
         with self._abort_on_error(path):
             value, tensors = codec.encode(tree)
@@ -150,14 +146,9 @@ class PendingCheckpoint:
                 file.write(codec.to_json_bytes(value, indent=1))
 
     def commit(self, meta: dict[str, Any] | None = None, metrics: Mapping[str, float] | None = None) -> Checkpoint:
-        """Make it complete: sync every file, write the manifest, rename into place, prune older ones.
-
-        Args:
-            metrics: of the step; the one that the best checkpoint is told by is noted.
-
-        Raises:
-            CheckpointError: it could not be made complete; it is removed and the earlier ones are as before.
-        """
+        """Make it complete: sync every file, write the manifest, rename into place, prune older ones. ``metrics``: of
+        the step; the one that the best checkpoint is told by is noted. Raises CheckpointError: it could not be made
+        complete; it is removed and the earlier ones are as before."""
         self._require_open()
         with self._abort_on_error(self.path):
             files = self._collect()
@@ -225,10 +216,9 @@ class CheckpointStore:
 
     Args:
         root: the folder; made when the first checkpoint begins.
-        keep_last: how many of the newest to keep, at least 1; None keeps all. The one that was just
-            saved is always kept. Directories that are not complete checkpoints are never removed.
-        best_by: metric by which one more is kept, the best; None: none is.
-        best_is: "max" or "min".
+        keep_last: how many of the newest to keep, at least 1; None keeps all. The one that was just saved is always
+            kept. Directories that are not complete checkpoints are never removed.
+        best_by: metric by which one more is kept, the best ("max" or "min": ``best_is``); None: none is.
     """
 
     def __init__(
@@ -272,11 +262,8 @@ class CheckpointStore:
         return self._choose(values, key=values.__getitem__) if values else None
 
     def open(self, which: int | str | Path, checksums: bool = True) -> Checkpoint:
-        """A checkpoint by step or path; sizes are verified now, checksums as files are asked for.
-
-        Raises:
-            CheckpointError: there is none, or it is not complete; the file at fault is named.
-        """
+        """A checkpoint by step or path; sizes are verified now, checksums as files are asked for. Raises
+        CheckpointError: there is none, or it is not complete; the file at fault is named."""
         if isinstance(which, int):
             complete = self._complete()
             if which not in complete:

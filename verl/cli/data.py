@@ -71,7 +71,7 @@ def _data_reasoning_gym(arguments: argparse.Namespace) -> None:
     verl data reasoning-gym --task chain_sum --size 2000 --val-size 100 --option min_terms=2
     """
     from verl.data.generate import make_reasoning_gym
-    from verl.data.options import parse_options
+    from verl.data.output import parse_options
 
     made = make_reasoning_gym(
         arguments.task,
@@ -108,8 +108,8 @@ def _data_convert(arguments: argparse.Namespace) -> None:
 
     targets: prompt, ground_truth, data_source, ability; any other name becomes a key of extra_info
     """
-    from verl.data.convert import Mapping, convert
-    from verl.data.options import parse_options, parse_pairs
+    from verl.data.generate import Mapping, convert
+    from verl.data.output import parse_options, parse_pairs
     from verl.tracking.console import printable
 
     mapping = Mapping(
@@ -142,12 +142,11 @@ def _data_preferences(arguments: argparse.Namespace) -> None:
 
     set_environment(available_cores())
 
-    from verl.checkpoint.run_model import opened_model
-    from verl.data.files import expand_files
+    from verl.checkpoint.export import opened_model
     from verl.data.output import check_writable, refuse_inputs, write_rows
+    from verl.data.tables import expand_files
     from verl.models.quiet import without_bars
-    from verl.trainer.offline_evaluation import ModelEvaluation
-    from verl.trainer.preferences import PairCounts, given, pairs_of, sampled
+    from verl.trainer.offline_evaluation import ModelEvaluation, PairCounts, given, pairs_of, sampled
 
     out = Path(arguments.out).expanduser()
     refuse_inputs(out, [*expand_files(arguments.data, "DATA"), *filter(None, [arguments.responses])])

@@ -70,10 +70,10 @@ def _evidence(words: Sequence[str], presets: Sequence[str]) -> tuple[Evidence, s
         if overrides:
             raise ConfigError("settings belong to a configuration, not to a run", overrides[0], "leave them out")
         return of_run(run_dir), str(run_dir.path)
+    from verl.checkpoint.export import opened
     from verl.cluster.start import require_machine
     from verl.models.quiet import without_bars
     from verl.trainer.inputs import check_model_limits
-    from verl.trainer.run_models import opened
 
     loaded = load_config(source, overrides, presets)
     tell(loaded.notices)

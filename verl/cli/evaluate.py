@@ -17,7 +17,7 @@ from verl.errors import ConfigError, VerlError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from verl.checkpoint.run_model import ModelSource
+    from verl.checkpoint.export import ModelSource
     from verl.config import Config
     from verl.trainer.offline_evaluation import ModelEvaluation
 
@@ -79,10 +79,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     from rich.console import Console
 
-    from verl.checkpoint.run_model import opened_model
+    from verl.checkpoint.export import opened, opened_model
     from verl.models.quiet import without_bars
     from verl.trainer.offline_evaluation import ModelEvaluation
-    from verl.trainer.run_models import opened
 
     plain = arguments.plain or arguments.json
     with ExitStack() as stack:

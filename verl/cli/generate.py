@@ -55,7 +55,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     set_environment(available_cores())
 
-    from verl.checkpoint.run_model import opened_model
+    from verl.checkpoint.export import opened_model
     from verl.data.output import refuse_inputs
     from verl.models.loading import load_config, load_tokenizer
     from verl.models.quiet import without_bars
@@ -91,7 +91,7 @@ def _trained_on_text(name: str, run: RunDir | None, tokenizer: PreTrainedTokeniz
     """Whether the prompts of a run's own data are plain text, which the model then gets without a chat template."""
     from verl.config import build_config
     from verl.config.schema_supervised import schema_of
-    from verl.data.sources import open_source
+    from verl.data.rows import open_source
     from verl.tracking.facts import read_config
 
     tree = read_config(run)[1] if run is not None else None

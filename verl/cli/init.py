@@ -99,11 +99,9 @@ def read_data(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
     """Find the columns, read the rows, measure the prompts. Raises DataError: files or columns that are not there, or
     no row that can be used."""
     from verl.config import DataConfig
-    from verl.data.files import expand_files
     from verl.data.rendering import render as prompt_ids
-    from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, PromptRow
-    from verl.data.sources import FileRows
-    from verl.data.tables import open_table
+    from verl.data.rows import PROMPT_COLUMNS, TRUTH_COLUMNS, FileRows, PromptRow
+    from verl.data.tables import expand_files, open_table
 
     columns = open_table(expand_files(arguments.data, "--data")[0]).columns
     prompt_key = arguments.prompt_key or _column(columns, PROMPT_COLUMNS, "prompts", "--prompt-key")

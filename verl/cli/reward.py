@@ -50,7 +50,7 @@ def _test(arguments: argparse.Namespace) -> None:
     of texts), and is for the data's row of the same number unless its "row" (or a sample's "uid") says which. Without
     --data a line also has "ground_truth", "data_source" and "extra_info", as far as the reward needs them.
     """
-    from verl.data.options import parse_options
+    from verl.data.output import parse_options
     from verl.rewards.trial import read_tried, reward_config, try_reward, with_other_truths
 
     wanted = [(arguments.what, arguments.name, parse_options(arguments.option))]

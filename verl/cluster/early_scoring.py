@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from verl.data.examples import padded
 from verl.protocol import DataProto
+from verl.protocol.columns import padded
 from verl.rewards.scorer import RuleScorer
 from verl.rollout.protocol import Request, Result, SamplingParams
 from verl.rollout.text import response_text

@@ -26,7 +26,7 @@ from verl.cluster.profiling import Span
 from verl.cluster.roles import merged_memory
 from verl.cluster.start import EventLog
 from verl.cluster.weight_sync import WEIGHTS, Meeting
-from verl.data.balancing import karmarkar_karp
+from verl.data.packing import karmarkar_karp
 from verl.errors import ClusterError, RanksLostError, VerlError, WorkerDiedError
 from verl.protocol import DataProto
 from verl.rollout.parity import ParityReport

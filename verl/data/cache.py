@@ -61,14 +61,9 @@ def fingerprint(path: Path) -> str:
 
 
 def entry(path: Path, write: Callable[[Any], list[str]]) -> tuple[list[str], mmap.mmap]:
-    """Columns and map of the converted ``path``.
-
-    Args:
-        write: converts into a binary file that is open for writing, and returns the columns' names.
-
-    Raises:
-        DataError: the cache cannot be written, the file changes while it is read; whatever ``write`` raises.
-    """
+    """Columns and map of the converted ``path``. ``write``: converts into a binary file that is open for writing, and
+    returns the columns' names. Raises DataError: the cache cannot be written, the file changes while it is read;
+    whatever ``write`` raises."""
     folder = data_cache()
     for _ in range(2):
         before = fingerprint(path)

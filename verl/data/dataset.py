@@ -7,73 +7,53 @@ import mmap
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from verl.config import DataConfig
 from verl.data.cache import data_cache
-from verl.data.prepare import Prepared
-from verl.data.rows import SHOWN_ROWS, BadRow, PromptRow, too_many_bad
-from verl.data.sources import RowSource, open_source
-from verl.data.workers import prepare_all
+from verl.data.prepare import Prepared, prepare_all
+from verl.data.rows import SHOWN_ROWS, BadRow, PromptRow, RowSource, Tokenizer, open_source, too_many_bad
 from verl.errors import DataError
 from verl.protocol import DataProto
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 IDS_IN_MEMORY = 2**26  # bytes of token ids; more of them go to an unnamed file that is mapped
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Prompts that can be drawn, and what was left out on the way.
+    """Prompts that can be drawn, in the order of the files, and what was left out on the way.
 
-    Attributes:
-        rows, prompt_ids: the same length, in the order of the files; ids without padding.
-        dropped, truncated: rows over the length limit that were removed, or cut.
-        skipped: rows that could not be used.
-        numbers: (N,) int64, ascending: each row's number among all rows read, which is its ``row_index``.
-        entries: (N,) for each row the place of its entry in ``data.train_files``.
-        weights: (N,) of ``data.sampler.weight_column``; empty where none is named.
-        exemplars: for each data source and each further column the first row that has it.
-        content_hash: stands for rows, truths and ids; the same for the same data wherever and however it was read.
+    ``numbers``, ``entries``, ``weights`` are (N,): each row's number among all rows read (ascending; its
+    ``row_index``), the place of its entry in ``data.train_files``, and its ``data.sampler.weight_column`` if any.
     """
 
     rows: Sequence[PromptRow]
-    prompt_ids: Sequence[Sequence[int]]
-    dropped: int = 0
-    truncated: int = 0
-    skipped: Sequence[BadRow] = ()
+    prompt_ids: Sequence[Sequence[int]]  # without padding
+    dropped: int = 0  # rows over the length limit that were removed
+    truncated: int = 0  # or cut
+    skipped: Sequence[BadRow] = ()  # rows that could not be used
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     entries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     sources: Sequence[str] = ()
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    exemplars: Sequence[PromptRow] = ()
-    content_hash: str = ""
+    exemplars: Sequence[PromptRow] = ()  # for each data source and each further column the first row that has it
+    content_hash: str = ""  # of rows, truths and ids; the same for the same data wherever and however it was read
 
     @classmethod
     def load(
         cls,
         files: str | Sequence[str],
         config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         max_samples: int = -1,
         key: str = "data.train_files",
     ) -> PromptDataset:
-        """Read, render and fit the prompts of ``files``.
-
-        Args:
-            max_samples: the first so many usable rows, counted after filtering; -1: all. What comes behind them is
-                not looked at.
-            key: the configuration key that named the files, for messages.
-
-        Raises:
-            DataError: a file that cannot be read; no rows, or none left; more bad rows than ``data.on_bad_row`` and
-                ``data.max_skipped_fraction`` allow; prompts over the limit with ``data.truncation=error``; chat
-                messages for a tokenizer without a chat template.
-        """
+        """Read, render and fit the prompts of ``files``, which ``key`` of the configuration names: the first
+        ``max_samples`` that can be used (-1: all). Raises DataError: a file that cannot be read; no rows, or none left;
+        more bad rows than ``data.on_bad_row`` and ``data.max_skipped_fraction`` allow; prompts over the limit with
+        ``data.truncation=error``; chat messages for a tokenizer without a chat template."""
         if max_samples == 0 or max_samples < -1:
             raise DataError(
                 f"The number of rows to use from {key} is not positive.", max_samples, "use -1 for all rows"
@@ -207,13 +187,8 @@ class LazyRows(Sequence[PromptRow]):
 
 
 class TokenRows(Sequence[list[int]]):
-    """Lists of token ids of unequal length, end to end in one int32 array.
-
-    Args:
-        flat: (T,) int32.
-        lengths: (N,) of each list; their sum is T.
-        mapped: the file map that ``flat`` looks at, if it does.
-    """
+    """Lists of token ids of unequal ``lengths`` (N,), end to end in one int32 array (T,); ``mapped``: the file map that
+    it looks at, if it does."""
 
     def __init__(self, flat: np.ndarray, lengths: np.ndarray, mapped: mmap.mmap | None = None) -> None:
         self._flat, self._map = flat, mapped

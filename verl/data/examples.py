@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl.config.names import did_you_mean
 from verl.config.schema_supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
-from verl.data.conversations import Conversation, Renderer, UnusableError
 from verl.data.dataset import TokenRows, TokenStore
-from verl.data.files import expand_files
-from verl.data.rows import SHOWN_ROWS, BadRow, prompt_problem, too_many_bad
-from verl.data.tables import open_tables
+from verl.data.rendering import Conversation, Renderer, UnusableError
+from verl.data.rows import SHOWN_ROWS, BadRow, Tokenizer, prompt_problem, too_many_bad
+from verl.data.tables import expand_files, open_tables
 from verl.errors import DataError
 from verl.protocol import DataProto
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from verl.protocol.columns import padded
 
 MESSAGES = ("messages", "conversation", "conversations")
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "problem")
@@ -55,25 +52,17 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleDataset:
-    """Examples that can be drawn, and what was left out on the way; a :class:`verl.data.loader.PromptLoader` draws.
+    """Examples that can be drawn, and what was left out on the way; a :class:`verl.data.loader.PromptLoader` draws."""
 
-    Attributes:
-        prompts, responses, trained: of the model's rows, ``per_example`` side by side for each example.
-        margins: (N,) float32, of preference pairs.
-        dropped, truncated: examples over ``data.max_length`` that were left out, or cut.
-        skipped: rows that could not be used.
-        content_hash: stands for all ids and masks.
-    """
-
-    prompts: TokenRows
+    prompts: TokenRows  # of the model's rows, ``per_example`` side by side for each example
     responses: TokenRows
     trained: TokenRows
-    margins: np.ndarray
+    margins: np.ndarray  # (N,) float32, of preference pairs
     per_example: int
-    dropped: int = 0
-    truncated: int = 0
-    skipped: Sequence[BadRow] = field(default=())
-    content_hash: str = ""
+    dropped: int = 0  # examples over ``data.max_length`` that were left out
+    truncated: int = 0  # or cut
+    skipped: Sequence[BadRow] = ()  # rows that could not be used
+    content_hash: str = ""  # of all ids and masks
 
     def __len__(self) -> int:
         return len(self.margins)
@@ -90,7 +79,7 @@ class ExampleDataset:
             tensors={
                 "prompts": prompts,
                 "responses": responses,
-                "attention_mask": torch.cat([prompt_mask, mask], 1).long(),
+                "attention_mask": torch.cat([prompt_mask, mask], 1),
                 "response_mask": trained.bool(),
                 "margins": torch.tensor(self.margins[list(places)]).repeat_interleave(n),
             },
@@ -99,36 +88,19 @@ class ExampleDataset:
         )
 
 
-def padded(rows: Sequence[Sequence[int]], left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, longest) int64 filled up with 0, and (B, longest) bool of what is real."""
-    width = max(map(len, rows))
-    values, real = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        part = slice(width - len(row), width) if left else slice(0, len(row))
-        values[i, part], real[i, part] = torch.tensor(row, dtype=torch.int64), True
-    return values, real
-
-
 Make = Callable[[dict[str, Any], str], Example]  # of a row's values and its location; raises UnusableError
 
 
 def load_conversations(
     files: Sequence[str],
     config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     ends: Sequence[int],
     key: str = "data.train_files",
 ) -> ExampleDataset:
-    """Conversations to imitate.
-
-    Args:
-        ends: token ids that end a response.
-        key: the configuration key that named the files, for messages.
-
-    Raises:
-        DataError: a file that cannot be read, columns that are not there, more unusable rows than allowed, examples
-            over ``data.max_length`` with ``data.truncation=error``, or no example.
-    """
+    """Conversations to imitate. ``ends``: token ids that end a response. ``key``: the configuration key that named the
+    files, for messages. Raises DataError: a file that cannot be read, columns that are not there, more unusable rows
+    than allowed, examples over ``data.max_length`` with ``data.truncation=error``, or no example."""
     renderer = Renderer(tokenizer, ends, config.chat_template_kwargs)
 
     def of_columns(columns: Sequence[str], path: Path) -> Make:
@@ -160,7 +132,7 @@ def load_conversations(
 def load_pairs(
     files: Sequence[str],
     config: PairDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     ends: Sequence[int],
     key: str = "data.train_files",
 ) -> ExampleDataset:

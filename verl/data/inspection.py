@@ -9,20 +9,17 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from verl.data.files import expand_files
+from verl.config import DataConfig
 from verl.data.rendering import render, untemplated
-from verl.data.rows import BadRow, PromptRow, find_columns, prompt_row
-from verl.data.tables import RawRow, RowTable, open_tables
+from verl.data.rows import BadRow, PromptRow, Tokenizer, find_columns, prompt_row
+from verl.data.tables import RawRow, RowTable, expand_files, open_tables
 from verl.errors import RewardError
 from verl.json_lines import json_value
 from verl.rewards.rules import by_source
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 1024  # rows read at once
 SHOWN = 3  # places named for each thing that looks wrong
@@ -50,31 +47,22 @@ class Count:
 
 @dataclass
 class ColumnReport:
-    """Types (and how many rows have each) and an example of one column."""
-
-    types: dict[str, int] = field(default_factory=dict)
+    types: dict[str, int] = field(default_factory=dict)  # how many rows have each
     example: Any = None
 
 
 @dataclass
 class Lengths:
-    """Lengths of the prompts that can be used.
+    """Lengths of the prompts that can be used."""
 
-    Attributes:
-        unit: ``tokens`` (the ids that the engine gets, chat template included) or ``characters``.
-        percentiles: by name, ``p50`` to ``p99``.
-        histogram: (from, to, prompts), ``to`` excluded.
-        limit, over: of ``data.max_prompt_length``, and how many prompts are longer; None without a tokenizer.
-    """
-
-    unit: str
+    unit: str  # ``tokens`` (the ids that the engine gets, chat template included) or ``characters``
     least: int
     mean: float
     most: int
-    percentiles: dict[str, int]
-    histogram: list[tuple[int, int, int]]
-    limit: int | None = None
-    over: int | None = None
+    percentiles: dict[str, int]  # by name, ``p50`` to ``p99``
+    histogram: list[tuple[int, int, int]]  # (from, to, prompts), ``to`` excluded
+    limit: int | None = None  # data.max_prompt_length; None without a tokenizer
+    over: int | None = None  # how many prompts are longer
 
 
 @dataclass
@@ -108,56 +96,44 @@ class Inspection:
     lengths: Lengths | None = None
     shown: list[Shown] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Any:
         """Everything, as strict JSON values."""
-        found: dict[str, Any] = json_value(asdict(self))
-        return found
+        return json_value(asdict(self))
 
 
 def inspect_files(
     files: str | Sequence[str],
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     limit: int = 512,
     prompt_key: str | None = None,
     answer_key: str | None = None,
 ) -> Inspection:
-    """Look at every row of ``files``.
-
-    Args:
-        tokenizer: measures and renders prompts; None: they are measured in characters.
-        limit: ``data.max_prompt_length``.
-        prompt_key, answer_key: as in the configuration; None: the usual names are looked for.
-
-    Raises:
-        DataError: a file that cannot be read, a named column that is not there, messages without a chat template.
-    """
+    """Look at every row of ``files``; without a ``tokenizer`` prompts are measured in characters. ``limit``:
+    ``data.max_prompt_length``. Raises DataError: a file that cannot be read, a named column that is not there, messages
+    without a chat template."""
     tables = open_tables(expand_files(files, "FILE"))
-    return _Inspector(tables, tokenizer, limit, prompt_key, answer_key).run()
+    columns = list(dict.fromkeys(name for table in tables for name in table.columns))
+    report = Inspection([str(table.path) for table in tables], columns={name: ColumnReport() for name in columns})
+    report.prompt_key, report.truth_key, config = find_columns(columns, prompt_key, answer_key)
+    return _Inspector(tables, tokenizer, limit, config, report).run()
 
 
+@dataclass
 class _Inspector:
-    def __init__(
-        self,
-        tables: list[RowTable],
-        tokenizer: PreTrainedTokenizerBase | None,
-        limit: int,
-        prompt_key: str | None,
-        answer_key: str | None,
-    ) -> None:
-        self.tables, self.tokenizer, self.limit = tables, tokenizer, limit
-        self.columns = list(dict.fromkeys(name for table in tables for name in table.columns))
-        self.report = Inspection([str(table.path) for table in tables])
-        self.report.prompt_key, self.report.truth_key, self.config = find_columns(self.columns, prompt_key, answer_key)
-        self.told: dict[str, str] = {}
-        self.measured: list[np.ndarray] = []
-        self.prompts = array("Q")  # a hash of each usable prompt, and of prompt and truth
-        self.pairs = array("Q")
-        self.places = array("q")  # number of each usable row among all
+    tables: list[RowTable]
+    tokenizer: Tokenizer | None
+    limit: int
+    config: DataConfig
+    report: Inspection
+    told: dict[str, str] = field(default_factory=dict)
+    measured: list[np.ndarray] = field(default_factory=list)
+    prompts: array[int] = field(default_factory=lambda: array("Q"))  # a hash of each usable prompt
+    pairs: array[int] = field(default_factory=lambda: array("Q"))  # of prompt and truth
+    places: array[int] = field(default_factory=lambda: array("q"))  # number of each usable row among all
 
     def run(self) -> Inspection:
         """Every row once."""
         report = self.report
-        report.columns = {name: ColumnReport() for name in self.columns}
         for table in self.tables:
             for start in range(0, len(table), CHUNK):
                 self._chunk(table, table.read(start, start + CHUNK))
@@ -247,7 +223,8 @@ class _Inspector:
         self.report.conflicting = len(np.unique(pairs)) - len(first)
         later = np.flatnonzero(first[inverse] != np.arange(len(prompts)))[:SHOWN]
         self.report.duplicate_places = [
-            (self._location(self.places[first[inverse[i]]]), self._location(self.places[i])) for i in later.tolist()
+            (str(self._record(self.places[first[inverse[i]]])[1]), str(self._record(self.places[i])[1]))
+            for i in later.tolist()
         ]
 
     def _record(self, number: int) -> tuple[RowTable, RawRow]:
@@ -256,9 +233,6 @@ class _Inspector:
                 return table, table.read(number, number + 1)[0]
             number -= len(table)
         raise IndexError(number)
-
-    def _location(self, number: int) -> str:
-        return str(self._record(number)[1])
 
     def _lengths(self) -> None:
         lengths = np.concatenate(self.measured)

@@ -19,17 +19,15 @@ STATE_VERSION = 2
 class PromptLoader:
     """An endless, seeded, resumable stream of prompt batches.
 
-    A batch never straddles two epochs. With the usual sampler every row is drawn at most once in an epoch; exactly
-    once when ``drop_last`` is off or the batch size divides the dataset.
+    A batch never straddles two epochs. With the usual sampler every row is drawn at most once in an epoch; exactly once
+    when ``drop_last`` is off or the batch size divides the dataset. Raises DataError: the dataset, or an epoch of the
+    sampler, is smaller than a batch.
 
     Args:
         batch_size: prompts a batch.
         sampler: which rows; None: all in the order of the files.
         drop_last: leave out the short batch at the end of an epoch, else give it.
         split: first part of every uid.
-
-    Raises:
-        DataError: the dataset, or an epoch of the sampler, is smaller than a batch.
     """
 
     def __init__(
@@ -62,14 +60,8 @@ class PromptLoader:
         return full + (1 if rest and not self.drop_last else 0)
 
     def next_batch(self, size: int | None = None) -> DataProto:
-        """The next prompts, B = ``batch_size`` (fewer in the last batch of an epoch without ``drop_last``).
-
-        Args:
-            size: another B.
-
-        Raises:
-            DataError: a sampler of the user's own gives a whole epoch without a batch.
-        """
+        """The next prompts, B = ``batch_size`` (fewer in the last batch of an epoch without ``drop_last``). ``size``:
+        another B. Raises DataError: a sampler of the user's own gives a whole epoch without a batch."""
         places = self._next_places(size or self.batch_size)
         draws = range(self._draw, self._draw + len(places))
         self._position += len(places)
@@ -114,10 +106,8 @@ class PromptLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the stream of ``state`` was.
 
-        The batch size may have changed since; dataset, seed and way of drawing may not.
-
-        Raises:
-            DataError: the state is of another dataset or another order, or is not such a state.
+        The batch size may have changed since; dataset, seed and way of drawing may not. Raises DataError: the state is
+        of another dataset or another order, or is not such a state.
         """
         expected = self.state_dict()
         missing = sorted(set(expected) - set(state))
@@ -159,11 +149,8 @@ def iterate_once(
     dataset: PromptDataset, batch_size: int | None = None, split: str = "val", pass_number: int = 0
 ) -> Iterator[DataProto]:
     """Batches that hold every row exactly once, in order; the last may be short. Nothing is padded or repeated.
-
-    Args:
-        batch_size: prompts a batch; None: the whole dataset at once.
-        pass_number: number of this validation pass, the draw in the uids.
-    """
+    ``batch_size``: prompts a batch; None: the whole dataset at once. ``pass_number``: number of this validation pass,
+    the draw in the uids."""
     if batch_size is not None and batch_size < 1:
         raise DataError("data.val_batch_size (prompts) is not positive.", batch_size, "use at least 1, or null for all")
     size = batch_size or max(len(dataset), 1)

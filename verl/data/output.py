@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -43,14 +45,9 @@ def refuse_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def write_rows(make: Callable[[], Iterable[Row]], path: Path) -> int:
-    """Write rows to ``path``, JSON lines or parquet by its ending, and return their number.
-
-    Args:
-        make: gives the rows; parquet asks twice, since its column types must be known before the first row is written.
-
-    Raises:
-        DataError: the file cannot be written, or a parquet column would hold values of several types.
-    """
+    """Write rows to ``path``, JSON lines or parquet by its ending, and return their number. ``make``: gives the rows;
+    parquet asks twice, since its column types must be known before the first row is written. Raises DataError: the file
+    cannot be written, or a parquet column would hold values of several types."""
     write = _write_jsonl if path.suffix.lower() == ".jsonl" else _write_parquet
     try:
         with atomic_write(path) as file:
@@ -124,3 +121,45 @@ def _culprit(rows: list[Row], schema: pa.Schema | None) -> str | None:
 def _mixed(where: str) -> DataError:
     fix = "give --out a name that ends in .jsonl, which can hold them"
     return DataError("Values of a column do not fit one parquet type.", where, fix)
+
+
+def parse_value(text: str) -> Any:
+    """``3`` int, ``0.5`` and ``1e-3`` float, ``true``/``false`` bool, ``null``/``none`` None, JSON lists, objects and
+    quoted text; anything else is text as it stands."""
+    stripped = text.strip()
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if stripped.lower() in words:
+        return words[stripped.lower()]
+    for kind in (int, float):
+        try:
+            value = kind(stripped)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            return value
+    if stripped[:1] in ("[", "{", '"'):
+        try:
+            return json.loads(stripped)
+        except ValueError as error:
+            raise DataError("An option's value is not JSON.", text, str(error)) from None
+    return text
+
+
+def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """``["prompt=question"]`` to a dict of text. Raises DataError: a pair without ``=`` or without a name, or a name
+    given twice."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise DataError("An option is not of the form name=value.", pair, "for example min_terms=2")
+        if name in found:
+            raise DataError("An option is given twice.", name, "give it once")
+        found[name] = value
+    return found
+
+
+def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """``["min_terms=2", ...]`` to a dict of what :func:`parse_value` reads; raises as :func:`parse_pairs`."""
+    return {name: parse_value(value) for name, value in parse_pairs(pairs).items()}

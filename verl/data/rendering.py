@@ -7,27 +7,24 @@ never disagree about how long a prompt is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from verl.data.rows import Messages, PromptRow
+from verl.data.rows import Messages, PromptRow, Tokenizer
 from verl.errors import DataError
 from verl.json_lines import clean_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 UNTEMPLATED = (
     "prompts that are plain text go to the model without its chat template; verl data convert makes messages of them"
 )
 
 
-def untemplated(rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> bool:
+def untemplated(rows: Sequence[PromptRow], tokenizer: Tokenizer) -> bool:
     """Whether there are prompts that miss a chat template that the tokenizer has; ``UNTEMPLATED`` says so."""
     return bool(tokenizer.chat_template) and any(isinstance(row.prompt, str) for row in rows)
 
 
-def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def special_prefix(tokenizer: Tokenizer) -> list[int]:
     """Ids that the tokenizer puts before any text of its own accord (usually one BOS, or none)."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a", add_special_tokens=True)
@@ -51,16 +48,11 @@ def one_bos(ids: list[int], prefix: list[int], bos: int | None) -> list[int]:
 
 
 def render(
-    rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
+    rows: Sequence[PromptRow], tokenizer: Tokenizer, template_kwargs: dict[str, Any] | None = None
 ) -> tuple[list[list[int]], dict[int, str]]:
-    """Token ids of each prompt: messages through the chat template, plain text as it is.
-
-    Returns:
-        The ids, and the reason of every row (by its place) that has none, because the template refuses its messages.
-
-    Raises:
-        DataError: message lists on a tokenizer without a chat template.
-    """
+    """Token ids of each prompt: messages through the chat template, plain text as it is. Returns the ids, and the
+    reason of every row (by its place) that has none, because the template refuses its messages. Raises DataError:
+    message lists on a tokenizer without a chat template."""
     texts: list[str] = []
     refused: dict[int, str] = {}
     for place, row in enumerate(rows):
@@ -91,20 +83,13 @@ class RefusedByTemplateError(Exception):
 
 def render_messages(
     messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     template_kwargs: dict[str, Any],
     location: str,
     add_generation_prompt: bool = True,
 ) -> str:
-    """Messages through the chat template.
-
-    Args:
-        location: where they stand, for messages.
-
-    Raises:
-        DataError: there is no chat template.
-        RefusedByTemplateError: the template raises.
-    """
+    """Messages through the chat template. ``location``: where they stand, for messages. Raises DataError: there is no
+    chat template; RefusedByTemplateError: the template raises."""
     if not tokenizer.chat_template:
         raise DataError(
             f"Prompts are lists of chat messages ({location}), but the tokenizer has no chat template.",
@@ -135,3 +120,84 @@ def cut(ids: list[int], limit: int, truncation: str) -> list[int]:
         head = limit // 2
         return [*ids[:head], *ids[len(ids) - (limit - head) :]]
     raise ValueError(f"no way to cut a prompt: {truncation}")
+
+
+Text = str | Messages  # plain text, or messages
+
+
+class UnusableError(Exception):
+    """A conversation that cannot be rendered exactly; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Token ids (T,) and which of them the assistant wrote (T,)."""
+
+    ids: list[int]
+    written: list[bool]
+
+
+class Renderer:
+    """Conversations to ids, for one tokenizer. ``ends``: token ids that end a response; the tokenizer's EOS token is
+    set behind a response that the chat template (or plain text) leaves without one. ``template_kwargs``: passed on to
+    the chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], template_kwargs: dict[str, Any]):
+        self._tokenizer, self._ends, self._kwargs = tokenizer, frozenset(ends), template_kwargs
+        self._prefix = special_prefix(tokenizer)
+
+    def conversation(self, messages: Messages, location: str) -> Conversation:
+        """A message list, cut behind the last turn of the assistant. Raises UnusableError: no turn of the assistant, or
+        one whose prompt is no prefix of the whole; DataError: the tokenizer has no chat template."""
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not turns:
+            raise UnusableError("no message of it has the role assistant")
+        if turns[0] == 0:
+            raise UnusableError("it begins with the assistant: there is no prompt")
+        ids: list[int] = []
+        written: list[bool] = []
+        for turn in turns:
+            before = self._chat(messages[:turn], location, generation=True)
+            after = self._chat(messages[: turn + 1], location, generation=False)
+            if after[: len(before)] != before or after[: len(ids)] != ids:
+                raise UnusableError(
+                    f"the chat template renders what comes before message {turn} differently with and without it, so "
+                    "that the model would never see this prompt"
+                )
+            # Up to the last end token; all of it where there is none.
+            end = next((i for i in range(len(after), len(before), -1) if after[i - 1] in self._ends), len(after))
+            written += [False] * (len(before) - len(ids)) + [True] * (end - len(before))
+            ids = after[:end]
+        if ids[-1] not in self._ends:
+            ids.append(self._tokenizer.eos_token_id)
+            written.append(True)
+        return Conversation(ids, written)
+
+    def answer(self, prompt: Text, response: Text, location: str) -> Conversation:
+        """A prompt and its response. Text becomes a message where there is a chat template, else it stays as it is."""
+        if self._tokenizer.chat_template or not (isinstance(prompt, str) and isinstance(response, str)):
+            return self.conversation([*_messages(prompt, "user"), *_messages(response, "assistant")], location)
+        before = self._plain(prompt)
+        after = [*self._tokenizer.encode(clean_text(response), add_special_tokens=False), self._tokenizer.eos_token_id]
+        return Conversation([*before, *after], [False] * len(before) + [True] * len(after))
+
+    def text(self, text: str) -> Conversation:
+        """A conversation that is text already; all of it counts as written."""
+        ids = [*self._plain(text), self._tokenizer.eos_token_id]
+        return Conversation(ids, [True] * len(ids))
+
+    def _plain(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(clean_text(text), add_special_tokens=False)
+        return one_bos([*self._prefix, *ids], self._prefix, self._tokenizer.bos_token_id)
+
+    def _chat(self, messages: Messages, location: str, generation: bool) -> list[int]:
+        try:
+            text = render_messages(messages, self._tokenizer, self._kwargs, location, generation)
+        except RefusedByTemplateError as error:
+            raise UnusableError(str(error)) from error
+        ids: list[int] = self._tokenizer.encode(clean_text(text), add_special_tokens=False)
+        return one_bos(ids, self._prefix, self._tokenizer.bos_token_id)
+
+
+def _messages(text: Text, role: str) -> Messages:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text

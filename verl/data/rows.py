@@ -10,16 +10,25 @@ Accepted layouts (``conventions``: a dataset row):
 
 from __future__ import annotations
 
+import inspect
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import DataConfig
 from verl.config.names import did_you_mean, nearest
-from verl.data.tables import RawRow
+from verl.data.tables import RawRow, expand_entries, open_tables
 from verl.errors import DataError
+from verl.user_code import describe, load_user_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any  # transformers takes seconds to load
 
 Messages = list[dict[str, Any]]
 
@@ -33,27 +42,16 @@ DEFAULT_SOURCE = "unknown"  # of a row that names no source
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt of a dataset.
+    """One prompt of a dataset."""
 
-    Attributes:
-        prompt: a message list, or plain text.
-        data_source: what the reward is chosen by and validation is reported by.
-        ground_truth: what the reward compares with; never None and never blank.
-        extra_info: handed to the reward function.
-        row_index: number of the row in the whole dataset (all files in order, before any filter).
-        columns: the file's further columns, as they are.
-        location: file and row, for messages.
-        file_row: number of the row in its file.
-    """
-
-    prompt: str | Messages
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-    row_index: int
-    columns: dict[str, Any] = field(default_factory=dict)
-    location: str = ""
-    file_row: int = 0
+    prompt: str | Messages  # a message list, or plain text
+    data_source: str  # what the reward is chosen by and validation is reported by
+    ground_truth: Any  # what the reward compares with; never None and never blank
+    extra_info: dict[str, Any]  # handed to the reward function
+    row_index: int  # number of the row in the whole dataset (all files in order, before any filter)
+    columns: dict[str, Any] = field(default_factory=dict)  # the file's further columns, as they are
+    location: str = ""  # file and row, for messages
+    file_row: int = 0  # number of the row in its file
 
     @property
     def text(self) -> str:
@@ -71,19 +69,12 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used: one line of ``skipped.jsonl``.
-
-    Attributes:
-        file, row: where it is; rows of a file are counted from 0.
-        where: the same in a person's words, such as "line 4".
-        index: its number in the whole dataset.
-        reason: what is wrong with it.
-    """
+    """A row that cannot be used: one line of ``skipped.jsonl``."""
 
     file: str
-    row: int
-    where: str
-    index: int
+    row: int  # in the file, counted from 0
+    where: str  # the same in a person's words, such as "line 4"
+    index: int  # in the whole dataset
     reason: str
 
     def __str__(self) -> str:
@@ -123,14 +114,9 @@ def check_columns(path: Path, columns: Sequence[str], config: DataConfig) -> Non
 def find_columns(
     columns: Sequence[str], prompt_key: str | None, answer_key: str | None
 ) -> tuple[str | None, str | None, DataConfig]:
-    """Where a command finds prompt and ground truth: by option, else under the usual names; None: nowhere.
-
-    Returns:
-        Both, and a configuration that reads rows so. Without any ground truth the prompt stands in for it.
-
-    Raises:
-        DataError: an option names a column that is not there.
-    """
+    """Where a command finds prompt and ground truth: by option, else under the usual names; None: nowhere. Returns
+    both, and a configuration that reads rows so. Without any ground truth the prompt stands in for it. Raises
+    DataError: an option names a column that is not there."""
     from verl.config import DataConfig
 
     for name, option in ((prompt_key, "--prompt-key"), (answer_key, "--answer-key")):
@@ -152,13 +138,8 @@ def no_column(option: str, name: str, columns: Sequence[str]) -> DataError:
 def prompt_row(
     record: RawRow, columns: Sequence[str], config: DataConfig, index: int, number: int
 ) -> PromptRow | BadRow:
-    """What the row means, or what is wrong with it.
-
-    Args:
-        columns: names that any row of its file has.
-        index: its number in the whole dataset.
-        number: its number in its file.
-    """
+    """What the row means, or what is wrong with it. ``columns``: names that any row of its file has; ``index, number``:
+    its number in the whole dataset, and in its file."""
     if record.problem:
         return BadRow(record.file, number, record.where, index, record.problem)
     values = record.values
@@ -223,3 +204,105 @@ def prompt_problem(prompt: Any, key: str) -> str | None:
     if not any(content.strip() if isinstance(content, str) else content for content in contents):
         return f"every message of the prompt in column {key!r} is empty"
     return None
+
+
+SHOWN_FILES = 5
+
+
+class RowSource:
+    """All rows of a dataset, numbered through, good and bad."""
+
+    name: str  # of all of it, for messages
+    entry_starts: list[int]  # number of the first row of each entry of ``data.train_files``, and the number of rows
+
+    def __len__(self) -> int:
+        return self.entry_starts[-1]
+
+    def read(self, start: int, stop: int) -> list[PromptRow | BadRow]:
+        """Rows ``start`` to ``stop`` (excluded)."""
+        raise NotImplementedError
+
+
+class FileRows(RowSource):
+    """Rows of all files, in order; only what is asked for is in memory. Raises DataError: a file that cannot be read, a
+    column that is not there, or no row at all."""
+
+    def __init__(self, files: str | Sequence[str], config: DataConfig, key: str = "data.train_files") -> None:
+        entries = expand_entries(files, key)
+        paths = [path for entry in entries for path in entry]
+        more = f" and {len(paths) - SHOWN_FILES} more" if len(paths) > SHOWN_FILES else ""
+        self.name = ", ".join(map(str, paths[:SHOWN_FILES])) + more
+        self._config = config
+        self._tables = open_tables(paths)
+        self._starts = [0, *accumulate(map(len, self._tables))]
+        self.entry_starts = [self._starts[i] for i in [0, *accumulate(map(len, entries))]]
+        for table in self._tables:
+            if table.columns:  # none: no row of it can be used
+                check_columns(table.path, table.columns, config)
+        if not len(self):
+            raise DataError(f"{key} holds no rows.", self.name, "give a file with at least one row")
+
+    def read(self, start: int, stop: int) -> list[PromptRow | BadRow]:
+        rows: list[PromptRow | BadRow] = []
+        while start < min(stop, len(self)):
+            number = bisect_right(self._starts, start) - 1
+            table, first = self._tables[number], self._starts[number]
+            end = min(self._starts[number + 1], stop)
+            for i, record in enumerate(table.read(start - first, end - first), start=start):
+                rows.append(prompt_row(record, table.columns, self._config, i, i - first))
+            start = end
+        return rows
+
+
+class CustomRows(RowSource):
+    """Rows of the user's own dataset class (``data.custom_cls``).
+
+    The class is made with the keyword arguments ``data_files, tokenizer, config`` and, where it takes them,
+    ``processor`` (None: prompts are text) and ``max_samples``. It has ``len()``, and ``[i]`` gives the i-th row as a
+    dict in any layout that files may have, always the same one. Raises DataError: no such class, arguments or results
+    that do not fit, an exception in it, or no row at all.
+    """
+
+    def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: Tokenizer, max_samples: int = -1) -> None:
+        path, name = config.custom_cls.path, config.custom_cls.name
+        assert path is not None and name is not None
+        self._config = config
+        self.name = f"{name} of {path}"
+        make, self._file = load_user_function(path, name, "dataset", "data.custom_cls.path", DataError, is_class=True)
+        given = {"data_files": list(files), "tokenizer": tokenizer, "config": config}
+        taken = inspect.signature(make).parameters
+        optional = {"processor": None, "max_samples": max_samples}
+        given |= {key: value for key, value in optional.items() if key in taken}
+        try:
+            self._rows = make(**given)
+            size = len(self._rows)
+        except Exception as error:
+            fix = f"it is made with {', '.join(given)} and must have len() and [number]"
+            raise DataError(f"The dataset class {self.name} fails.", describe(error, self._file), fix) from error
+        if not size:
+            raise DataError(f"The dataset class {self.name} has no rows.", fix="its len() must be at least 1")
+        self.entry_starts = [0, size]
+
+    def read(self, start: int, stop: int) -> list[PromptRow | BadRow]:
+        """Rows ``start`` to ``stop`` (excluded); a row that the class fails to give is a bad one."""
+        return [self._read(i) for i in range(start, min(stop, len(self)))]
+
+    def _read(self, index: int) -> PromptRow | BadRow:
+        values, problem = {}, None
+        try:
+            values = self._rows[index]
+            if not isinstance(values, dict):
+                values, problem = {}, f"the class gives {type(values).__name__}, not a dict"
+        except Exception as error:
+            problem = describe(error, self._file)
+        record = RawRow(self.name, f"row {index} (counted from 0)", values, problem)
+        return prompt_row(record, tuple(record.values), self._config, index, index)
+
+
+def open_source(
+    files: Sequence[str], config: DataConfig, tokenizer: Tokenizer, max_samples: int, key: str
+) -> RowSource:
+    """The rows that ``data.train_files`` or ``data.val_files`` (``key``) stands for."""
+    if config.custom_cls.path is not None:
+        return CustomRows(files, config, tokenizer, max_samples)
+    return FileRows(files, config, key)

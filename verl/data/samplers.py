@@ -25,15 +25,11 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Gives places of rows in the dataset; one that learns, or is elsewhere than the counters say, has a state beside.
+    """Gives places of rows in the dataset; one that learns, or is elsewhere than the counters say, has a
+    state beside."""
 
-    Attributes:
-        size: rows of one epoch.
-        settings: JSON values that must be the same when a run goes on.
-    """
-
-    size: int
-    settings: dict[str, Any]
+    size: int  # rows of one epoch
+    settings: dict[str, Any]  # JSON values that must be the same when a run goes on
 
     def take(self, epoch: int, position: int, draw: int, count: int) -> list[int]:
         """The next rows: ``position`` of them were drawn before in this ``epoch``, ``draw`` since the start.
@@ -99,12 +95,8 @@ def _bounds(weights: np.ndarray) -> np.ndarray:
 
 class MixtureSampler(Sampler):
     """Each draw picks a set of rows with the probability of its share, and takes the next row of that set; a set's own
-    rows come in shuffled passes, each row once a pass. An epoch is as many draws as there are rows.
-
-    Args:
-        members: (N,) for each row the number of its set.
-        shares: (S,) not negative, not all zero.
-    """
+    rows come in shuffled passes, each row once a pass. An epoch is as many draws as there are rows. ``members``: (N,)
+    for each row the number of its set. ``shares``: (S,) not negative, not all zero."""
 
     def __init__(self, members: np.ndarray, shares: np.ndarray, seed: int, shuffle: bool = True) -> None:
         self.size = len(members)
@@ -216,10 +208,8 @@ class CustomSampler(Sampler):
     has one, is the rows of an epoch. ``update(batch)``, where it has one, is told of every scored batch. With
     ``state_dict`` and ``load_state_dict`` it is resumed by them, and ``iter()`` then goes on inside the epoch; without
     them ``iter()`` is asked once for every epoch so far and what was drawn is passed over, so it must always give the
-    same. A class that learns (``update``) must have them.
-
-    Raises:
-        DataError: no such class, it lacks what it must have, or fails.
+    same. A class that learns (``update``) must have them. Raises DataError: no such class, it lacks what it must have,
+    or fails.
     """
 
     def __init__(self, dataset: PromptDataset, config: DataConfig) -> None:

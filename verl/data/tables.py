@@ -6,8 +6,10 @@ files are kept in memory; those of larger ones in the cache folder (:mod:`verl.d
 
 from __future__ import annotations
 
+import glob
 import json
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +17,118 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.data import arrow_readers, cache, files, text_readers
+from verl.config.names import nearest_path
+from verl.data import cache, readers
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+PARQUET_ENDINGS = (".parquet", ".pq")
+JSON_LINES_ENDINGS = (".jsonl", ".ndjson")
+ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
+DATA_ENDINGS = (*PARQUET_ENDINGS, *JSON_LINES_ENDINGS, ".json", ".csv", *ARROW_ENDINGS)
+# Files of a Hugging Face folder that end as data does and hold none.
+_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+
+def expand_entries(files: str | Iterable[str], key: str = "data.train_files") -> list[list[Path]]:
+    """The files of each entry, in the order given: a file, a glob pattern (matches sorted by name), or a folder.
+
+    ``~`` and environment variables are expanded; ``**`` in a pattern goes through sub-folders. A folder stands for the
+    data files in it (sorted by name, sub-folders apart), or, saved by Hugging Face's ``save_to_disk``, for its shards.
+    Raises DataError: a file is missing (with the nearest name in its folder), a pattern or folder holds none, nothing
+    is named, or one file is named twice.
+    """
+    patterns = [files] if isinstance(files, str | Path) else list(files)
+    if not patterns:
+        raise DataError("No data file is given.", fix=f"set {key} to a parquet or jsonl file")
+    entries = [_expand(str(pattern), key) for pattern in patterns]
+    seen: set[Path] = set()
+    for path in (path for entry in entries for path in entry):
+        if path.resolve() in seen:
+            raise DataError(f"A file is named twice in {key}.", path, "its rows would count double: name it once")
+        seen.add(path.resolve())
+    return entries
+
+
+def expand_files(files: str | Iterable[str], key: str = "data.train_files") -> list[Path]:
+    """All files of all entries; see :func:`expand_entries`."""
+    return [path for entry in expand_entries(files, key) for path in entry]
+
+
+def _expand(pattern: str, key: str) -> list[Path]:
+    path = Path(os.path.expandvars(pattern)).expanduser()
+    try:
+        # A file whose own name holds a bracket is a file first and a pattern second.
+        if path.is_file():
+            return [path]
+        if path.is_dir():
+            return _folder(path, key)
+        if glob.has_magic(str(path)):
+            matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+            if matches:
+                return matches
+            raise DataError(f"A pattern in {key} matches no file.", pattern, "check the folder and the ending")
+        raise _missing(path, key)
+    except (OSError, ValueError) as error:  # a name too long, a null byte, a folder that may not be listed
+        raise DataError(f"A name in {key} cannot be looked up.", pattern, str(error)) from error
+
+
+def _missing(path: Path, key: str) -> DataError:
+    variable = next((part for part in path.parts if part.startswith("$")), None)
+    if variable:
+        return DataError(f"A file in {key} does not exist: {variable} is not set.", path, f"set {variable}")
+    folder, near = path.parent, nearest_path(path)
+    if not folder.is_dir():
+        what, otherwise = f"A file in {key} does not exist, nor does its folder.", f"check the folder {folder}"
+    else:
+        names = sorted(p.name for p in folder.iterdir() if p.is_file())
+        what, otherwise = f"A file in {key} does not exist.", f"the folder holds: {', '.join(names[:10]) or 'no files'}"
+    return DataError(what, path, f"did you mean {near}?" if near else otherwise)
+
+
+def _folder(folder: Path, key: str) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
+        what = f"{key} names a folder of several splits."
+        raise DataError(what, folder, f"name one of them: {', '.join(str(folder / split) for split in splits)}")
+    if (folder / "state.json").is_file():
+        return _saved_dataset(folder)
+    found = sorted(
+        p
+        for p in folder.iterdir()
+        if p.is_file()
+        and p.suffix.lower() in DATA_ENDINGS
+        and p.name not in _NOT_DATA
+        and not p.name.startswith((".", "_"))
+    )
+    if found:
+        return found
+    inner = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    fix = f"its sub-folders: {', '.join(inner[:10])}" if inner else f"endings that are read: {', '.join(DATA_ENDINGS)}"
+    raise DataError(f"{key} names a folder without data files.", folder, fix)
+
+
+def _saved_dataset(folder: Path) -> list[Path]:
+    """Shards in the order of ``state.json``."""
+    what = "A Hugging Face dataset folder cannot be read."
+    fix = "save it again with datasets' save_to_disk"
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        shards = [folder / entry["filename"] for entry in state["_data_files"]]
+        chosen = state.get("_indices_data_files")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(what, folder / "state.json", f"{type(error).__name__}: {error}; {fix}") from error
+    if chosen:
+        raise DataError(what, folder, "it was saved with an index over its rows: call flatten_indices() first")
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise DataError(what, f"{folder} lacks {', '.join(missing[:5])}", f"copy the missing files, or {fix}")
+    if not shards:
+        raise DataError(what, folder, f"state.json names no shard; {fix}")
+    return shards
+
 
 SMALL_BYTES = 2**22  # files of a dataset that are no larger together are converted in memory
 BATCH_BYTES = 2**23  # of text rows in one record batch
@@ -39,17 +148,12 @@ _FOREIGN = {
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row as the file has it, with the words that lead a person back to it.
-
-    Attributes:
-        where: "line 4", or "row 3 (counted from 0)".
-        problem: why the row cannot be used; ``values`` is empty then.
-    """
+    """One row as the file has it, with the words that lead a person back to it."""
 
     file: str
-    where: str
+    where: str  # "line 4", or "row 3 (counted from 0)"
     values: dict[str, Any]
-    problem: str | None = None
+    problem: str | None = None  # why the row cannot be used; ``values`` is empty then
 
     def __str__(self) -> str:
         return f"{self.file}, {self.where}"
@@ -60,13 +164,8 @@ Converter = Callable[[Path, Columns], "Iterator[pa.RecordBatch]"]
 
 
 class RowTable:
-    """The rows of one converted file.
-
-    Args:
-        path: the user's file, for messages.
-        columns: names that any row has.
-        buffer: the Arrow file: bytes in memory, or a map of it.
-    """
+    """The rows of one converted file. ``path``: the user's file, for messages; ``columns``: names that any row has;
+    ``buffer``: the Arrow file, in memory or mapped."""
 
     def __init__(self, path: Path, columns: list[str], buffer: pa.Buffer | mmap.mmap) -> None:
         import pyarrow as pa
@@ -94,8 +193,8 @@ class RowTable:
         return rows
 
     def __iter__(self) -> Iterator[RawRow]:
-        for start in range(0, len(self), arrow_readers.BATCH_ROWS):
-            yield from self.read(start, start + arrow_readers.BATCH_ROWS)
+        for start in range(0, len(self), readers.BATCH_ROWS):
+            yield from self.read(start, start + readers.BATCH_ROWS)
 
     def _row(self, number: int, values: dict[str, Any]) -> RawRow:
         problem, line, raw = values.pop(_PROBLEM), values.pop(_LINE, None), values.pop(_JSON, None)
@@ -155,20 +254,20 @@ def _converter(path: Path) -> Converter:
     if not head:
         raise DataError("A data file has zero bytes.", path, "write it again; the write was probably interrupted")
     suffix = path.suffix.lower()
-    if suffix in files.PARQUET_ENDINGS or head.startswith(arrow_readers.PARQUET_MAGIC):
-        return lambda path, columns: _checked(arrow_readers.read_parquet(path), path, columns)
-    if suffix in files.ARROW_ENDINGS or head.startswith(arrow_readers.ARROW_MAGIC):
-        return lambda path, columns: _checked(arrow_readers.read_arrow(path), path, columns)
+    if suffix in PARQUET_ENDINGS or head.startswith(readers.PARQUET_MAGIC):
+        return lambda path, columns: _checked(readers.read_parquet(path), path, columns)
+    if suffix in ARROW_ENDINGS or head.startswith(readers.ARROW_MAGIC):
+        return lambda path, columns: _checked(readers.read_arrow(path), path, columns)
     for magic, (what, fix) in _FOREIGN.items():
         if head.startswith(magic):
             raise DataError(f"A data file {what}.", path, fix)
     text = {
-        **dict.fromkeys(files.JSON_LINES_ENDINGS, text_readers.read_json_lines),
-        ".json": text_readers.read_json,
-        ".csv": text_readers.read_csv,
+        **dict.fromkeys(JSON_LINES_ENDINGS, readers.read_json_lines),
+        ".json": readers.read_json,
+        ".csv": readers.read_csv,
     }
     if suffix not in text:
-        raise DataError("A data file is of a kind that is not read.", path, f"give {', '.join(files.DATA_ENDINGS)}")
+        raise DataError("A data file is of a kind that is not read.", path, f"give {', '.join(DATA_ENDINGS)}")
     return lambda path, columns: _packed(text[suffix](path), columns)
 
 
@@ -189,25 +288,25 @@ def _write(path: Path, convert: Converter, sink: Any) -> list[str]:
     return list(columns)
 
 
-def _packed(rows: Iterable[text_readers.TextRow], columns: Columns) -> Iterator[pa.RecordBatch]:
+def _packed(rows: Iterable[readers.TextRow], columns: Columns) -> Iterator[pa.RecordBatch]:
     """Text rows as record batches: the bytes of each row, its line, its problem."""
     import pyarrow as pa
 
     types = {_JSON: pa.large_binary(), _LINE: pa.int64(), _PROBLEM: pa.string()}
 
-    def batch(rows: list[text_readers.TextRow]) -> pa.RecordBatch:
+    def batch(rows: list[readers.TextRow]) -> pa.RecordBatch:
         parts = ([row.raw for row in rows], [row.line for row in rows], [row.problem for row in rows])
         arrays = [pa.array(part, kind) for part, kind in zip(parts, types.values(), strict=True)]
         return pa.RecordBatch.from_arrays(arrays, names=list(types))
 
-    held: list[text_readers.TextRow] = []
+    held: list[readers.TextRow] = []
     size = 0
     yield batch([])
     for row in rows:
         columns.update(dict.fromkeys(row.names))
         held.append(row)
         size += len(row.raw)
-        if len(held) == arrow_readers.BATCH_ROWS or size >= BATCH_BYTES:
+        if len(held) == readers.BATCH_ROWS or size >= BATCH_BYTES:
             yield batch(held)
             held, size = [], 0
     if held:

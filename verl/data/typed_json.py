@@ -40,11 +40,7 @@ def load_typed(text: str) -> Any:
     return unpack(json.loads(text))
 
 
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} is no plain value")
-
-
-def pack(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
+def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """``value`` as JSON can hold it; numpy's and torch's scalars and arrays become Python's numbers and lists.
     ``other``: makes something of what is no plain value; without it that is a TypeError."""
     if value is None or isinstance(value, str | int | float):
@@ -64,6 +60,8 @@ def pack(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
         return {KIND: name, "items": write(value)}
     if hasattr(value, "tolist") and type(listed := value.tolist()) is not type(value):
         return pack(listed, other)
+    if other is None:
+        raise TypeError(f"{type(value).__name__} is no plain value")
     return other(value)
 
 

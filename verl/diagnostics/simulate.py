@@ -187,7 +187,7 @@ def _mini_batches(setting: Setting, sampling: Sampling, steps: int) -> list[floa
 
 
 def _stream(setting: Setting, sampling: Sampling, steps: int, staleness: int, unit: Any) -> tuple[list[float], int]:
-    """As :class:`verl.trainer.streaming.Stream`: prompts up to the budget, batches of complete fresh groups."""
+    """As :class:`verl.trainer.sources.Stream`: prompts up to the budget, batches of complete fresh groups."""
     buffer = GroupBuffer(setting.prompts, staleness, steps, unit)
     drawn, trained, now = 0, 0, 0.0
     ends: list[float] = []

@@ -2,6 +2,7 @@
 
 from verl.protocol.container import (
     DataProto,
+    DataProtoFuture,
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
@@ -9,7 +10,6 @@ from verl.protocol.container import (
     union_tensor_dict,
     unpad_dataproto,
 )
-from verl.protocol.future import DataProtoFuture
 from verl.protocol.keys import COLUMNS, check_columns
 from verl.protocol.rows import DataProtoItem
 

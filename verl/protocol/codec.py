@@ -41,11 +41,8 @@ _MAX_INT_DIGITS = 4000  # beyond, Python refuses to read the number back from te
 
 
 def encode(tree: Tree) -> tuple[Any, dict[str, torch.Tensor]]:
-    """JSON value and named tensors (not copied) of a tree.
-
-    Raises:
-        DataError: something in the tree cannot be encoded; its path and type are named.
-    """
+    """JSON value and named tensors (not copied) of a tree. Raises DataError: something in the tree cannot be encoded;
+    its path and type are named."""
     encoder = _Encoder()
     try:
         return encoder.encode(tree, ""), encoder.tensors
@@ -54,11 +51,8 @@ def encode(tree: Tree) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Tree:
-    """Inverse of ``encode``.
-
-    Raises:
-        DataError: the JSON is not of this encoding, or a tensor is missing or of another kind.
-    """
+    """Inverse of ``encode``. Raises DataError: the JSON is not of this encoding, or a tensor is missing or of another
+    kind."""
     try:
         return _Decoder(tensors).decode(value)
     except DataError:
@@ -88,7 +82,9 @@ class _Encoder:
     def encode(self, value: Any, path: str) -> Any:
         kind = type(value)
         if kind in _PLAIN:
-            return value if kind is not int else _checked_int(value, path)
+            if kind is int and value.bit_length() > _MAX_INT_DIGITS * 3:
+                raise DataError(f"'{path}' is an integer too long to be saved", f"{value.bit_length()} bits")
+            return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, torch.Tensor):
@@ -202,12 +198,6 @@ class _Decoder:
         if np.dtype(dtype).kind != "U" or np.dtype(dtype).itemsize * len(items) > _MAX_TEXT_BYTES:
             raise DataError("the JSON part does not follow VeRL's encoding", dtype)
         return np.array(items, dtype=dtype).reshape(shape)
-
-
-def _checked_int(value: int, path: str) -> int:
-    if value.bit_length() > _MAX_INT_DIGITS * 3:
-        raise DataError(f"'{path}' is an integer too long to be saved", f"{value.bit_length()} bits")
-    return value
 
 
 def _small_ints(values: list | tuple) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -15,8 +16,7 @@ from verl.errors import DataError
 from verl.protocol import wire
 from verl.protocol.columns import copy_column, merge_meta, same, union_meta
 from verl.protocol.files import read_tree, write_tree
-from verl.protocol.indexing import resolve_rows
-from verl.protocol.rows import Rows
+from verl.protocol.rows import Rows, resolve_rows
 
 
 class DataProto(Rows):
@@ -39,11 +39,8 @@ class DataProto(Rows):
     def union(self, other: DataProto) -> DataProto:
         """Take the columns and meta keys of ``other`` in place; returns self, unchanged on error.
 
-        An operand without any columns fits any number of rows.
-
-        Raises:
-            DataError: another number of rows, or a key that both hold with different values (NaN
-                equals NaN), which is named.
+        An operand without any columns fits any number of rows. Raises DataError: another number of rows, or a key that
+        both hold with different values (NaN equals NaN), which is named.
         """
         left, right = self.batch, other.batch
         if not (self.non_tensor_batch or self.tensors):
@@ -59,11 +56,9 @@ class DataProto(Rows):
     def concat(data: Sequence[DataProto]) -> DataProto:
         """All rows of the pieces in order.
 
-        Every piece needs the same columns with the same dtypes and trailing shapes. ``meta_info`` is
-        merged; ``metrics`` is collected into lists, see ``columns.merge_meta``.
-
-        Raises:
-            DataError: no pieces, or a column or meta key that does not fit, which is named.
+        Every piece needs the same columns with the same dtypes and trailing shapes. ``meta_info`` is merged;
+        ``metrics`` is collected into lists, see ``columns.merge_meta``. Raises DataError: no pieces, or a column or
+        meta key that does not fit, which is named.
         """
         pieces = list(data)
         if not pieces:
@@ -149,11 +144,9 @@ class DataProto(Rows):
     def chunk(self, chunks: int, allow_uneven: bool | None = None) -> list[DataProto]:
         """Exactly ``chunks`` pieces in row order, as views.
 
-        Equal ones, or with ``allow_uneven`` (None: when automatic padding is enabled) the first pieces
-        one row longer than the last: 9 rows in 4 are 3, 2, 2, 2; 2 rows in 4 are 1, 1, 0, 0.
-
-        Raises:
-            DataError: the rows do not divide and uneven pieces are not allowed.
+        Equal ones, or with ``allow_uneven`` (None: when automatic padding is enabled) the first pieces one row longer
+        than the last: 9 rows in 4 are 3, 2, 2, 2; 2 rows in 4 are 1, 1, 0, 0. Raises DataError: the rows do not divide
+        and uneven pieces are not allowed.
         """
         if chunks < 1:
             raise DataError("the number of chunks must be at least 1", chunks)
@@ -215,11 +208,8 @@ class DataProto(Rows):
         return self.select(deepcopy=True)
 
     def save_to_disk(self, path: str | Path) -> None:
-        """Write one file (safetensors with a JSON part, no pickle), complete or absent.
-
-        Raises:
-            DataError: an object that cannot be encoded (named), or the file cannot be written.
-        """
+        """Write one file (safetensors with a JSON part, no pickle), complete or absent. Raises DataError: an object
+        that cannot be encoded (named), or the file cannot be written."""
         if Path(path).is_dir():
             raise DataError("a DataProto is saved as one file, and this is a directory", str(path), "add a file name")
         write_tree(Path(path), self.to_tree())
@@ -272,11 +262,8 @@ def _require_same_columns(first: DataProto, piece: DataProto, number: int) -> No
 
 
 def union_tensor_dict(left: TensorDictBase, right: TensorDictBase) -> TensorDict:
-    """Columns of both, as a new TensorDict over the same memory.
-
-    Raises:
-        DataError: another batch size, or a key that both hold with different values.
-    """
+    """Columns of both, as a new TensorDict over the same memory. Raises DataError: another batch size, or a key that
+    both hold with different values."""
     if left.batch_size != right.batch_size:
         raise DataError(
             "the two sides of a union differ in their number of rows",
@@ -356,3 +343,38 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 def _shapes(data: DataProto) -> dict[str, tuple[int, ...]]:
     columns: dict[str, Any] = {**data.tensors, **data.non_tensor_batch}
     return {name: tuple(column.shape) for name, column in columns.items()}
+
+
+@dataclass(frozen=True)
+class DataProtoFuture:
+    """A DataProto that is the concatenation of remote pieces, or a chunk of it; nothing moves before ``get``.
+
+    Args:
+        pieces: handles, in row order.
+        resolve: waits for handles and returns their DataProtos (with Ray: a picklable wrapper of ``ray.get``).
+        chunks: for each cut, how many chunks, which of them, and whether uneven ones are allowed.
+    """
+
+    pieces: tuple[Any, ...]
+    resolve: Callable[[list[Any]], Sequence[DataProto]]
+    chunks: tuple[tuple[int, int, bool | None], ...] = ()
+
+    @staticmethod
+    def concat(pieces: Sequence[Any], resolve: Callable[[list[Any]], Sequence[DataProto]]) -> DataProtoFuture:
+        """The concatenation of the DataProtos behind some handles."""
+        if not pieces:
+            raise DataError("there is nothing to concatenate", fix="pass at least one handle")
+        return DataProtoFuture(tuple(pieces), resolve)
+
+    def chunk(self, chunks: int, allow_uneven: bool | None = None) -> list[DataProtoFuture]:
+        """Futures of ``DataProto.chunk``'s pieces; whether the rows divide shows at ``get``."""
+        if chunks < 1:
+            raise DataError("the number of chunks must be at least 1", chunks)
+        return [replace(self, chunks=(*self.chunks, (chunks, number, allow_uneven))) for number in range(chunks)]
+
+    def get(self) -> DataProto:
+        """Wait for the pieces. Raises what ``resolve``, ``DataProto.concat`` and ``DataProto.chunk`` raise."""
+        data = DataProto.concat(list(self.resolve(list(self.pieces))))
+        for chunks, number, allow_uneven in self.chunks:
+            data = data.chunk(chunks, allow_uneven)[number]
+        return data

@@ -1,10 +1,9 @@
 """Files that are complete or absent: safetensors, and trees in one file.
 
-The safetensors layout (https://github.com/huggingface/safetensors, format section) is a
-little-endian u64 header length, a JSON header, and the tensors' bytes without gaps. It is written
-here rather than by the library so that a checksum comes for free on the way out, shared and
-non-contiguous tensors need no second copy of everything, and a failing disk is one plain OSError.
-Files are read by the library.
+The safetensors layout (https://github.com/huggingface/safetensors, format section) is a little-endian u64 header
+length, a JSON header, and the tensors' bytes without gaps. It is written here rather than by the library so that a
+checksum comes for free on the way out, shared and non-contiguous tensors need no second copy of everything, and a
+failing disk is one plain OSError. Files are read by the library.
 """
 
 from __future__ import annotations
@@ -65,12 +64,8 @@ def advice(error: OSError) -> str:
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
-    """Write tensors (any device, layout in memory or sharing) to a safetensors file, atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-        DataError: a tensor has a dtype or layout without a place in safetensors.
-    """
+    """Write tensors (any device, layout in memory or sharing) to a safetensors file, atomically. Raises OSError: the
+    file cannot be written; DataError: a tensor has a dtype or layout without a place in safetensors."""
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return write_safetensors_lazily(path, specs, tensors.__getitem__, metadata)
 
@@ -96,14 +91,12 @@ def write_safetensors_share(
 ) -> None:
     """One process's part of a safetensors file that several write at once, each its own rows of every tensor.
 
-    The file is complete when all have returned; that is for the caller to know, and to sync.
+    The file is complete when all have returned; that is for the caller to know, and to sync. Raises OSError, DataError:
+    as ``write_safetensors``.
 
     Args:
         shapes: of the whole tensors, the same in every process.
         rows: the first row and the rows, by name, of the same names and dtypes in every process.
-
-    Raises:
-        OSError, DataError: as ``write_safetensors``.
     """
     header, order = _header({name: (rows[name][1].dtype, shapes[name]) for name in shapes}, {"format": "pt"})
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
@@ -147,14 +140,9 @@ def _header(
 def read_safetensors(
     path: Path, rows: Callable[[str, list[int]], slice] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors and the metadata of a safetensors file.
-
-    Args:
-        rows: of a tensor of this name and shape (of one dimension and more), which to read; None: all.
-
-    Raises:
-        DataError: the file is missing, cut or no safetensors file; it is named.
-    """
+    """All tensors and the metadata of a safetensors file. ``rows``: of a tensor of this name and shape (of one
+    dimension and more), which to read; None: all. Raises DataError: the file is missing, cut or no safetensors file; it
+    is named."""
     try:
         with safe_open(str(path), framework="pt") as file:
             return {name: _read(file, name, rows) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
@@ -175,10 +163,8 @@ def _read(file: Any, name: str, rows: Callable[[str, list[int]], slice] | None) 
 def write_tree(path: Path, tree: Tree) -> None:
     """Write a tree to one safetensors file whose tensor ``tree.json`` holds the JSON part.
 
-    The metadata has a CRC-32 of all the data, so that ``read_tree`` notices every changed byte.
-
-    Raises:
-        DataError: something in the tree cannot be encoded, or the file cannot be written.
+    The metadata has a CRC-32 of all the data, so that ``read_tree`` notices every changed byte. Raises DataError:
+    something in the tree cannot be encoded, or the file cannot be written.
     """
     value, tensors = codec.encode(tree)
     if _TREE_KEY in tensors:
@@ -196,11 +182,8 @@ def write_tree(path: Path, tree: Tree) -> None:
 
 
 def read_tree(path: Path) -> Tree:
-    """Read a file of ``write_tree``, checked byte for byte.
-
-    Raises:
-        DataError: the file is missing, cut, damaged, or of another format; it is named.
-    """
+    """Read a file of ``write_tree``, checked byte for byte. Raises DataError: the file is missing, cut, damaged, or of
+    another format; it is named."""
     tensors, metadata = read_safetensors(path)
     text = tensors.pop(_TREE_KEY, None)
     if metadata.get("format") != _TREE_FORMAT or text is None or text.dtype != torch.uint8:

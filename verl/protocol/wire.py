@@ -1,10 +1,9 @@
 """How a DataProto crosses between processes: pickle protocol 5 with tensors as numpy buffers.
 
-A numpy array reduces itself to an out-of-band buffer, which Ray's object store keeps in shared
-memory and hands to every reader without a copy; a torch tensor would be copied on both sides.
-Received tensors are therefore views of memory that others read too: read-only in truth, though
-torch cannot enforce it. ``DataProto`` never writes into tensors (its in-place methods put new ones
-in place of the old), and ``DataProto.writable()`` gives a private copy.
+A numpy array reduces itself to an out-of-band buffer, which Ray's object store keeps in shared memory and hands to
+every reader without a copy; a torch tensor would be copied on both sides. Received tensors are therefore views of
+memory that others read too: read-only in truth, though torch cannot enforce it. ``DataProto`` never writes into tensors
+(its in-place methods put new ones in place of the old), and ``DataProto.writable()`` gives a private copy.
 
 With ``VERL_CHECK_RECEIVED=1`` the sender adds a checksum of every tensor; each reader checks it on
 arrival, and again in ``DataProto.check_consistency()``, so that a raw write shows by column name.
@@ -28,11 +27,7 @@ if TYPE_CHECKING:
 CHECK_VARIABLE = "VERL_CHECK_RECEIVED"
 
 # dtypes that numpy does not know travel under an integer type of the same width
-_CARRIER = {
-    torch.bfloat16: torch.int16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-}
+_CARRIER = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
 class _WritableView:
@@ -57,10 +52,8 @@ def tensor_over(array: np.ndarray) -> torch.Tensor:
 def array_over(name: str, tensor: torch.Tensor) -> np.ndarray:
     """A C-contiguous numpy array over the memory of a CPU tensor (a copy of any other tensor).
 
-    bfloat16 and 8-bit floats come as integers of the same width.
-
-    Raises:
-        DataError: the tensor has no plain memory (sparse, quantised, nested).
+    bfloat16 and 8-bit floats come as integers of the same width. Raises DataError: the tensor has no plain memory
+    (sparse, quantised, nested).
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise DataError(f"'{name}' is not a plain dense tensor", f"{tensor.layout}, {tensor.dtype}", "make it dense")
@@ -116,11 +109,8 @@ def _rebuild(
 
 
 def verify_received(data: Rows) -> None:
-    """Check the tensors that arrived with a checksum and are still in place.
-
-    Raises:
-        DataError: someone wrote into the shared memory of a column, which is named.
-    """
+    """Check the tensors that arrived with a checksum and are still in place. Raises DataError: someone wrote into the
+    shared memory of a column, which is named."""
     for name, (tensor, expected) in data._received.items():
         if data.tensors.get(name) is tensor and checksum(name, tensor) != expected:
             raise DataError(

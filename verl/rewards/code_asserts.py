@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.sandbox_values import hashable
+from verl.rewards.sandbox import hashable
 
 # What is done here, with values of the program's, beside comparing: nothing whose cost is not about that of reading
 # them (no products, powers, or formatting).
@@ -41,10 +41,8 @@ def assert_tests(text: str) -> Iterator[tuple[str, tuple[Check, ...]]]:
     """What runs in one process, and a check for each assert in it, of what it sends.
 
     One process has the asserts at the top level, one each those of ``check(f)`` where ``check`` is a function of the
-    test's, and one each those of every ``test_*()``.
-
-    Raises:
-        RewardError: it is no Python, has no assert, or needs what the sandbox does not have.
+    test's, and one each those of every ``test_*()``. Raises RewardError: it is no Python, has no assert, or needs what
+    the sandbox does not have.
     """
     try:
         tree = ast.parse(text)

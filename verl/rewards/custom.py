@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.config.names import did_you_mean
 from verl.errors import RewardError
-from verl.rewards.calls import Callee
+from verl.rewards.results import Callee
 from verl.user_code import load_user_function
 
 
@@ -75,14 +75,9 @@ class UserFunction(Callee):
 
 
 def load_function(path: str | Path, name: str = "compute_score", kwargs: Iterable[str] = ()) -> UserFunction:
-    """The function ``name`` of the Python file ``path``, checked before a run depends on it.
-
-    Args:
-        kwargs: names of ``reward.reward_kwargs``, which the function must accept.
-
-    Raises:
-        RewardError: no such file, an exception while it is imported, no such function, or parameters that do not fit.
-    """
+    """The function ``name`` of the Python file ``path``, checked before a run depends on it. ``kwargs``: names of
+    ``reward.reward_kwargs``, which the function must accept. Raises RewardError: no such file, an exception while it is
+    imported, no such function, or parameters that do not fit."""
     function, file = load_user_function(path, name, "reward", "reward.custom_reward_function.path", RewardError)
     return check_function(function, name, file, kwargs)
 

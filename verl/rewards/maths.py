@@ -19,8 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.math_values import surely_differ
-from verl.rewards.written_numbers import whole_number
+from verl.rewards.written_numbers import surely_differ, whole_number
 
 LONGEST = 400  # characters of an answer; more is a text
 TOLERANCE = Fraction(1, 10**9)  # relative, where a decimal is compared

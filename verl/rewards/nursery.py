@@ -30,14 +30,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(descriptor: int, parent: int, modules: list[str], memory: int) -> None:
-    """Serve until the parent is gone.
-
-    Args:
-        descriptor: of the control socket.
-        parent: process that this one ends with.
-        modules: what workers need and take long to import; missing ones are left to the workers.
-        memory: bytes that each process here may have for itself.
-    """
+    """Serve the control socket until the ``parent`` process is gone. ``modules``: what workers need and take long to
+    import; missing ones are left to them. ``memory``: bytes that each process here may have for itself."""
     os.dup2(2, 1)  # what a reward function prints must not get between a command's own output
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # those are for the run
         signal.signal(number, signal.SIG_IGN)

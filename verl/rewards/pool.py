@@ -24,11 +24,9 @@ from typing import Any
 from verl.data.typed_json import pack, unpack
 from verl.errors import RewardError
 from verl.models.memory import free_memory
-from verl.rewards.calls import Call, too_slow
-from verl.rewards.channel import SEND_SECONDS, Channel
 from verl.rewards.nursery import END_SECONDS, MESSAGE_BYTES
-from verl.rewards.pool_worker import IN_PROCESS, Target, heard
-from verl.rewards.results import Score
+from verl.rewards.pool_worker import IN_PROCESS, SEND_SECONDS, Channel, Target, heard
+from verl.rewards.results import Call, Score, too_slow
 from verl.rewards.rules import IN_POOL
 from verl.user_code import IMPORT_SECONDS
 
@@ -48,22 +46,15 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEX
 
 @dataclass(eq=False)
 class Job:
-    """One call on its way.
-
-    Attributes:
-        together: may share a worker's time with others (async functions).
-        alone: it was one of several in a worker that did not stop: this time there is nobody else to blame.
-        lost: workers that ended before they came to it.
-        scores, error: what came of it; both None: nothing yet.
-    """
+    """One call on its way."""
 
     target: Target
     call: Call
-    together: bool
+    together: bool  # may share a worker's time with others (async functions)
     key: bytes
-    alone: bool = False
-    lost: int = 0
-    scores: list[Score] | None = None
+    alone: bool = False  # it was one of several in a worker that did not stop: now there is nobody else to blame
+    lost: int = 0  # workers that ended before they came to it
+    scores: list[Score] | None = None  # what came of it, or the error; both None: nothing yet
     error: RewardError | None = None
 
     @property
@@ -73,13 +64,11 @@ class Job:
 
 @dataclass(eq=False)
 class _Worker:
-    """Attributes: jobs: unanswered, by their number in the message; since: when it was last heard of."""
-
     number: int
     channel: Channel
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)  # unanswered, by their number in the message
     begun: bool = False
-    since: float = 0.0
+    since: float = 0.0  # when it was last heard of
 
 
 class Pool:

@@ -7,15 +7,17 @@ that program. It may be used from any thread of a process that has others: nothi
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from verl.config.schema_reward import SandboxConfig
 from verl.errors import RewardError
@@ -35,18 +37,12 @@ class SandboxError(RewardError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a program did in one test.
+    """What a program did in one test."""
 
-    Attributes:
-        ended: ``exit N``, ``signal N``, ``time`` (over the limit), ``output`` (more than the limit).
-        stdout, stderr: bytes; of stderr the end.
-        values: what was sent out of calls and expressions, as the program's interpreter wrote it: believe nothing.
-    """
-
-    ended: str
+    ended: str  # ``exit N``, ``signal N``, ``time`` (over the limit), ``output`` (more than the limit)
     stdout: bytes
-    stderr: bytes
-    values: bytes
+    stderr: bytes  # the end of it
+    values: bytes  # sent out of calls and expressions, as the program's interpreter wrote them: believe nothing
 
     @property
     def trouble(self) -> str | None:
@@ -65,15 +61,9 @@ class Run:
 
 
 class Sandbox:
-    """One program, ready to be tested; a context manager.
-
-    Args:
-        program: Python source.
-        calls: whether tests of kind ``call`` will come.
-
-    Raises:
-        SandboxError: it cannot start, or the platform lacks something and ``allow_weaker`` is off.
-    """
+    """One program, ready to be tested; a context manager. ``program``: Python source. ``calls``: whether tests of kind
+    ``call`` will come. Raises SandboxError: it cannot start, or the platform lacks something and ``allow_weaker`` is
+    off."""
 
     def __init__(self, program: str, config: SandboxConfig, calls: bool = False) -> None:
         if sys.platform != "linux":
@@ -182,3 +172,74 @@ def end_all_of(uid: int) -> None:
     """End every process of a user that only a sandbox had, should its keeper have been killed."""
     end = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, 9)"
     subprocess.run([sys.executable, "-S", "-c", end], stderr=subprocess.DEVNULL, timeout=GRACE, check=False)
+
+
+MOST_HASHED = 5000  # items with hashes that a program can choose; equal hashes make sets and dicts quadratic
+
+
+@dataclass(frozen=True, eq=False)
+class Other:
+    """A value that is no plain data; equal to nothing."""
+
+    kind: str  # the name of its type
+    true: bool  # what the program's interpreter said of its truth
+
+    def __bool__(self) -> bool:
+        return self.true
+
+
+@dataclass(frozen=True)
+class Raised:
+    """In place of a value: why there is none."""
+
+    reason: str
+
+
+def decode(data: bytes) -> Any:
+    """What ``sandbox_child.encode`` made of a value. Raises ValueError: it did not make this, or it is more than will
+    be compared."""
+    try:
+        return _plain(json.loads(data))
+    except (RecursionError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError("not a value") from error
+
+
+def hashable(items: Collection[Any]) -> Collection[Any]:
+    """The items, to be put into a set or dict. Raises ValueError if that might take long."""
+    if len(items) > MOST_HASHED and not all(map(_hash_is_harmless, items)):
+        raise ValueError("too many items whose hashes may be equal")
+    return items
+
+
+def _hash_is_harmless(item: Any) -> bool:
+    # Hashes of text differ from process to process; small integers and floats have too few of one hash.
+    if isinstance(item, tuple):
+        return all(map(_hash_is_harmless, item))
+    return item is None or isinstance(item, str | float | bytes) or (isinstance(item, int) and abs(item) < 2**60)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "error" in value:
+        return Raised(
+            "wrong answer" if value["error"].startswith("AssertionError") else f"error: {value['error'][:200]}"
+        )
+    if "other" in value:
+        return Other(str(value["other"]), value["true"] is True)
+    ((tag, content),) = value.items()
+    return _READ[tag](content)
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
+    "complex": lambda parts: complex(*map(float, parts)),
+    "tuple": lambda items: tuple(map(_plain, items)),
+    "set": lambda items: set(hashable([_plain(item) for item in items])),
+    "dict": lambda pairs: dict(
+        zip(hashable([_plain(key) for key, _ in pairs]), [_plain(item) for _, item in pairs], strict=True)
+    ),
+}

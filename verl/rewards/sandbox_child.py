@@ -67,11 +67,8 @@ class Keeper:
             os.close(tell)
 
     def run(self, kind: str, program: bytes, payload: bytes, stdin: bytes) -> list[bytes]:
-        """One test in a process of its own.
-
-        Returns:
-            How it ended (``exit N``, ``signal N``, ``time``, ``output``), stdout, the end of stderr, the values.
-        """
+        """One test in a process of its own. Returns how it ended (``exit N``, ``signal N``, ``time``, ``output``),
+        stdout, the end of stderr, the values."""
         given = os.memfd_create("stdin")
         with open(os.dup(given), "wb") as file:
             file.write(stdin)

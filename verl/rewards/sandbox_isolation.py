@@ -61,17 +61,12 @@ def unframed(read: Callable[[int], bytes]) -> list[bytes]:
 
 
 class Isolation:
-    """Puts this process where the program may run, one feature after the other.
-
-    Attributes:
-        missing: features that the platform does not have, each with the reason.
-        pid_namespace: whether there is one.
-        can_end_all: whether there is a way to end whatever the program starts: that namespace, or a user of its own.
-    """
+    """Puts this process where the program may run, one feature after the other."""
 
     def __init__(self, file_limit: int, folder: str) -> None:
-        self.missing: list[str] = []
-        self.pid_namespace = self.can_end_all = False
+        self.missing: list[str] = []  # features that the platform does not have, each with the reason
+        self.pid_namespace = False
+        self.can_end_all = False  # whatever the program starts, by that namespace or a user of its own
         self._proc = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY)
         self.oom = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         root = os.geteuid() == 0

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import torch
 
+from verl.algorithms.masking import place_at_last
 from verl.config import RewardConfig, SandboxConfig
 from verl.config.names import matches
 from verl.config.schema_reward import RewardFunctionConfig
@@ -23,10 +24,8 @@ from verl.errors import RewardError
 from verl.models.memory import available_cores
 from verl.protocol import DataProto, check_columns
 from verl.protocol.keys import REWARD_EXTRA_PREFIX
-from verl.rewards.batched import Decode
 from verl.rewards.custom import check_function, load_function
-from verl.rewards.functions import ROW_COLUMNS, FunctionReward, Pending, Reward, RuleReward
-from verl.rewards.judge import Judge
+from verl.rewards.functions import ROW_COLUMNS, Decode, FunctionReward, Judge, Pending, Reward, RuleReward
 from verl.rewards.pool import Pool
 from verl.rewards.pool_worker import Target
 from verl.rewards.results import MEANINGFUL, Outcome, Score, check_result
@@ -37,17 +36,12 @@ RETRIES = 2  # further tries with reward.on_error=retry
 
 @dataclass(frozen=True)
 class Part:
-    """One reward of a sum.
+    """One reward of a sum."""
 
-    Attributes:
-        name: "" where it is the only one, whose extras keep their names.
-        data_sources: patterns of those that it is for; empty: all.
-    """
-
-    name: str
+    name: str  # "" where it is the only one, whose extras keep their names
     reward: Reward
     weight: float = 1.0
-    data_sources: Sequence[str] = ()
+    data_sources: Sequence[str] = ()  # patterns of those that it is for; empty: all
 
     def is_for(self, data_source: str) -> bool:
         return not self.data_sources or any(matches(pattern, data_source) for pattern in self.data_sources)
@@ -55,14 +49,12 @@ class Part:
 
 class RuleScorer:
     """Scores responses by what section ``reward`` says: a built-in rule, the user's function, or several of them.
+    Raises RewardError: a function cannot be loaded, or a rule is unknown or refuses its keyword arguments.
 
     Args:
         decode: token ids to text, special tokens included; functions in OpenRLHF's signature get the prompt from it.
         function: a function of this program, in place of what ``config`` says.
         model: the reward model of ``reward.model``; None: it is not loaded here, and rows can only be checked.
-
-    Raises:
-        RewardError: a function cannot be loaded, or a rule is unknown or refuses its keyword arguments.
     """
 
     def __init__(
@@ -73,7 +65,10 @@ class RuleScorer:
         model: Reward | None = None,
     ) -> None:
         self.config = config
-        self._pool = _new_pool(config) if config.num_workers != 0 else None
+        most = available_cores() if config.num_workers is None else config.num_workers
+        memory = None if config.worker_memory_gb is None else int(config.worker_memory_gb * 2**30)
+        least = min(config.min_workers, most)
+        self._pool = Pool(most, least, config.timeout, config.cache, memory) if config.num_workers != 0 else None
         if function is not None:
             name, kwargs = getattr(function, "__name__", type(function).__name__), config.reward_kwargs
             checked = check_function(function, name, kwargs=kwargs)
@@ -233,12 +228,6 @@ class RuleScorer:
             )
 
 
-def _new_pool(config: RewardConfig) -> Pool:
-    most = available_cores() if config.num_workers is None else config.num_workers
-    memory = None if config.worker_memory_gb is None else int(config.worker_memory_gb * 2**30)
-    return Pool(most, min(config.min_workers, most), config.timeout, config.cache, memory)
-
-
 def _reward(entry: RewardFunctionConfig, decode: Decode | None, sandbox: SandboxConfig, pool: Pool | None) -> Reward:
     if entry.path is not None:
         function = load_function(entry.path, entry.name, entry.kwargs)
@@ -251,9 +240,8 @@ def combined(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score
     """One score of several: the weighted sum of those that are numbers.
 
     A reward that said None does not count, nor one of weight 0. Where another failed or is invalid the sum is unknown,
-    and the row unscored.
-    Extras are each score under its reward's name and what else it said under ``<name>/<key>``; ``acc, pred, answer``
-    also under these names, from the first reward that has them.
+    and the row unscored. Extras are each score under its reward's name and what else it said under ``<name>/<key>``;
+    ``acc, pred, answer`` also under these names, from the first reward that has them.
     """
     extras: dict[str, Any] = {}
     for name, score in scores.items():
@@ -275,17 +263,10 @@ def place_scores(values: Sequence[float | None], response_mask: torch.Tensor) ->
 
     A row without a True position must have None: there is no token that could bear its score.
     """
-    if not response_mask.shape[1]:
-        return torch.zeros(response_mask.shape, dtype=torch.float32)
-    scored = torch.tensor([value is not None for value in values], dtype=torch.bool)
-    bearing = scored & ~response_mask.any(dim=1)
-    if bearing.any():
-        row = int(bearing.nonzero()[0])
-        raise ValueError(f"row {row} has score {values[row]} but no response token")
-    own = torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float32)
-    last = response_mask.shape[1] - 1 - response_mask.flip(1).to(torch.uint8).argmax(dim=1)
-    scores = torch.zeros(response_mask.shape, dtype=torch.float32)
-    return scores.scatter_(1, last[:, None].clamp(min=0), torch.where(scored, own, 0.0)[:, None])
+    for row, (value, bears) in enumerate(zip(values, response_mask.any(dim=1).tolist(), strict=True)):
+        if value is not None and not bears:
+            raise ValueError(f"row {row} has score {value} but no response token")
+    return place_at_last(torch.tensor([value or 0.0 for value in values], dtype=torch.float32), response_mask)
 
 
 def _keys(part: Part, rows: DataProto) -> list[Hashable]:

@@ -9,15 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from verl.config import RewardConfig
-from verl.data.files import expand_files
-from verl.data.rows import PromptRow, find_columns, no_column
-from verl.data.sources import FileRows
-from verl.data.tables import open_tables
+from verl.data.rows import FileRows, PromptRow, find_columns, no_column
+from verl.data.tables import expand_files, open_tables
 from verl.errors import DataError
 from verl.protocol import DataProto
+from verl.protocol.columns import padded
 from verl.rewards.results import Outcome, Score
 from verl.rewards.rules import RULES
 from verl.rewards.scorer import RuleScorer
@@ -136,14 +133,9 @@ def try_reward(
     told: Callable[[int], None],
     exchanged: Mapping[int, Tried] | None = None,
 ) -> Report:
-    """Score everything; ``told`` gets the number of responses done.
-
-    Args:
-        exchanged: by their places, responses to score with another truth as well: :func:`with_other_truths`.
-
-    Raises:
-        RewardError: as the scorer, except that any share may fail.
-    """
+    """Score everything; ``told`` gets the number of responses done. ``exchanged``: by their places, responses to score
+    with another truth as well: :func:`with_other_truths`. Raises RewardError: as the scorer, except that any share may
+    fail."""
     scorer, report = RuleScorer(config, lambda ids: "".join(map(chr, ids))), Report(name, tried)
     try:
         scorer.check_rows([one.row for one in tried])
@@ -203,17 +195,10 @@ def distribution(values: Sequence[float]) -> list[dict[str, float]]:
 def batch_of(tried: Sequence[Tried]) -> DataProto:
     """As after rollout, but for the token ids: there is no tokenizer, and characters take their place."""
     texts = [one.response for one in tried]
-    ids = [list(map(ord, text[:MOST_IDS])) or [0] for text in texts]
-    width = max(map(len, ids))
-    lengths = torch.tensor([len(row) for row in ids])
-    mask = torch.arange(width) < lengths[:, None]
+    ids, mask = padded([list(map(ord, text[:MOST_IDS])) or [0] for text in texts])
     rows = [one.row for one in tried]
     return DataProto.from_dict(
-        tensors={
-            "responses": torch.tensor([row + [0] * (width - len(row)) for row in ids]),
-            "response_mask": mask,
-            "attention_mask": mask.long(),
-        },
+        tensors={"responses": ids, "response_mask": mask.bool(), "attention_mask": mask},
         non_tensors={
             "response_text": texts,
             "data_source": [row.data_source for row in rows],
@@ -238,7 +223,8 @@ def read_tried(
     prompt_key: str | None = None,
     answer_key: str | None = None,
 ) -> list[Tried]:
-    """The responses to try, each with its row.
+    """The responses to try, each with its row. Raises DataError: a file or a column that is not there, rows that cannot
+    be used, lines that do not fit the data.
 
     Args:
         data: a data file as training takes it; None: the lines of ``responses`` say what they answer.
@@ -246,9 +232,6 @@ def read_tried(
             row that their ``row`` or a sample's ``uid`` names; or the samples of a run. None: a column of the data
             holds them, or else each row's own ground truth stands in for a response.
         template: what is made of such a ground truth.
-
-    Raises:
-        DataError: a file or a column that is not there, rows that cannot be used, lines that do not fit the data.
     """
     if data is None:
         if responses is None:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.data.files import expand_files
 from verl.data.rendering import render
-from verl.data.rows import BadRow, PromptRow
-from verl.data.sources import FileRows
+from verl.data.rows import BadRow, FileRows, PromptRow
+from verl.data.tables import expand_files
 from verl.errors import DataError, EngineError, ModelError
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_causal_lm, stop_ids

@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import (
-    AdvantageInputs,
-    estimate,
-    group_index,
-    outcome_scores,
-    zero_spread_metric,
-)
+from verl.algorithms.advantage_inputs import AdvantageInputs, group_index, outcome_scores, zero_spread_metric
+from verl.algorithms.advantages import estimate
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masking import count_nonfinite, place_at_last
 from verl.algorithms.metric import Metric, mean_metric
@@ -35,12 +30,9 @@ def advantage_columns(
 ) -> tuple[DataProto, Metrics]:
     """``token_level_rewards, advantages, returns`` (and ``shaped_scores``) of a batch that is otherwise processed.
 
-    Shaping makes one number of a response's score and puts it on its last trained token; the KL penalty is then
-    taken off token by token.
-
-    Raises:
-        VerlError: advantages that are not finite, or a user's estimator that failed.
-        RewardError: a reward that ``algorithm.gdpo_reward_keys`` names and no response got.
+    Shaping makes one number of a response's score and puts it on its last trained token; the KL penalty is then taken
+    off token by token. Raises VerlError: advantages that are not finite, or a user's estimator that failed;
+    RewardError: a reward that ``algorithm.gdpo_reward_keys`` names and no response got.
     """
     columns, algorithm, metrics = batch.tensors, config.algorithm, Metrics()
     made: dict[str, Tensor] = {}
@@ -130,13 +122,8 @@ def reward_components(batch: DataProto, keys: list[str]) -> Tensor:
 
 def reward_values(batch: DataProto, key: str, setting: str) -> Tensor:
     """(B,) float64: the score itself (``score``) or what the reward function returned beside it; NaN for None.
-
-    Args:
-        setting: of the configuration, that named the key.
-
-    Raises:
-        RewardError: no response has such a value, or one is no number.
-    """
+    ``setting``: of the configuration, that named the key. Raises RewardError: no response has such a value, or one is
+    no number."""
     columns = batch.non_tensor_batch
     if key == "score":
         values: Iterable[Any] = columns["score"]

@@ -53,11 +53,8 @@ class RunResult:
         return cls(metrics, summarize(metrics), run_dir.path, run_dir.report, checkpoint)
 
     def export(self, to: str | Path, dtype: str = "bfloat16") -> Path:
-        """Write the newest checkpoint's model as a Hugging Face folder, and return the folder.
-
-        Raises:
-            CheckpointError: there is no checkpoint, or the folder cannot be written.
-        """
+        """Write the newest checkpoint's model as a Hugging Face folder, and return the folder. Raises CheckpointError:
+        there is no checkpoint, or the folder cannot be written."""
         from verl.checkpoint.export import export_hf
         from verl.checkpoint.store import CheckpointStore
 
@@ -83,7 +80,8 @@ class RunResult:
 
 
 class Trainer:
-    """One training run.
+    """One training run. Raises ConfigError: ``config`` is something else, or the reward function cannot be used with
+    it.
 
     Args:
         config: what :func:`verl.load_config` returns, or its ``config``.
@@ -92,9 +90,6 @@ class Trainer:
             in another process, which needs a file.
         display: what to show: ``auto`` a live display on a terminal and lines elsewhere, ``plain`` lines, ``quiet``
             nothing. Files of the run and errors are the same.
-
-    Raises:
-        ConfigError: ``config`` is something else, or the reward function cannot be used with it.
     """
 
     def __init__(
@@ -119,10 +114,8 @@ class Trainer:
     def fit(self) -> RunResult:
         """Train to the end, or go on from the run folder's last checkpoint; a finished run only gives its result.
 
-        Ctrl-C (KeyboardInterrupt) stops it cleanly; calling it again goes on.
-
-        Raises:
-            VerlError: what is wrong, the value, and the fix.
+        Ctrl-C (KeyboardInterrupt) stops it cleanly; calling it again goes on. Raises VerlError: what is wrong, the
+        value, and the fix.
         """
         notices = [*self.notices, *settle_process(self.config)]
 

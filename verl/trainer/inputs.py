@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms.advantages import find_estimator
 from verl.algorithms.policy_loss import find_policy_loss
@@ -14,6 +14,7 @@ from verl.config import Config
 from verl.data.dataset import PromptDataset
 from verl.data.examples import ExampleDataset
 from verl.data.loader import PromptLoader
+from verl.data.rows import Tokenizer
 from verl.data.samplers import make_sampler
 from verl.errors import ConfigError, ModelError
 from verl.json_lines import json_line
@@ -23,15 +24,12 @@ from verl.rollout.engines import engine_class
 from verl.run_dir import RunDir, write_atomic
 from verl.tracking.trackers import check_loggers
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 @dataclass(frozen=True)
 class Inputs:
     """What a run is made of, read and checked before any worker starts."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     loader: PromptLoader
     validation: PromptDataset | None
 
@@ -64,12 +62,8 @@ class Inputs:
 
 
 def check_model_limits(config: Config) -> None:
-    """Refuse sequences longer than the model (or the critic's model) has positions, and token ids that it lacks.
-
-    Raises:
-        ConfigError: they are.
-        ModelError: no such model.
-    """
+    """Refuse sequences longer than the model (or the critic's model) has positions, and token ids that it lacks. Raises
+    ConfigError: they are; ModelError: no such model."""
     longest = config.data.max_prompt_length + config.data.max_response_length + config.bootstraps
     models: dict[str, tuple[str | None, bool]] = {config.model.path: (None, config.model.trust_remote_code)}
     if config.uses_critic and config.critic.model.path:

@@ -15,10 +15,7 @@ TOLD = b"\nfinishing this step, to save a checkpoint; once more: stop at once, w
 @contextmanager
 def held(wanted: bool) -> Iterator[Callable[[], bool]]:
     """The first Ctrl-C or SIGTERM within the block acts behind it; a second one at once, as if it were the first.
-
-    Yields:
-        Whether one is waiting, for whoever asks at the end of the block.
-    """
+    Yields whether one is waiting, for whoever asks at the end of the block."""
     arrived: list[int] = []
     if not wanted or threading.current_thread() is not threading.main_thread():  # no other one can set handlers
         yield lambda: False

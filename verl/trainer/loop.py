@@ -13,6 +13,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.cluster.roles import Roles
 from verl.config import Config
 from verl.data.dataset import PromptDataset
+from verl.data.loader import iterate_once
 from verl.diagnostics.doctor import Alarms
 from verl.json_lines import append_line, json_line
 from verl.models.memory import held_memory
@@ -22,8 +23,7 @@ from verl.tracking.report import write_report
 from verl.tracking.samples import Split, rows_from_batch, write_samples
 from verl.tracking.trackers import Tracker
 from verl.trainer.advantages import Metrics
-from verl.trainer.batch_metrics import batch_metrics, cost_metrics, staleness_metrics
-from verl.trainer.evaluation import evaluate
+from verl.trainer.group_metrics import batch_metrics, cost_metrics, graded_rows, staleness_metrics, validation_metrics
 from verl.trainer.interruption import held
 from verl.trainer.sampling import Sampler, join
 from verl.trainer.saving import Saver
@@ -35,31 +35,21 @@ from verl.trainer.timer import StepTimer
 
 @dataclass
 class TrainingLoop:
-    """A run that is ready to go.
-
-    Attributes:
-        total_steps: training steps of the whole run.
-        source: gives each step its batch.
-        val_sampler: how responses are sampled in validation.
-        validation: held-out prompts; None: no validation.
-        state: where the run is; :meth:`fit` goes on from there.
-        restarts: after the death of a worker, within this command.
-        memory: where the last state is kept for another one, if anywhere.
-    """
+    """A run that is ready to go."""
 
     config: Config
-    total_steps: int
+    total_steps: int  # training steps of the whole run
     roles: Roles
-    state: TrainerState
-    source: Source
-    val_sampler: Sampler
-    validation: PromptDataset | None
+    state: TrainerState  # where the run is; :meth:`fit` goes on from there
+    source: Source  # gives each step its batch
+    val_sampler: Sampler  # how responses are sampled in validation
+    validation: PromptDataset | None  # held-out prompts; None: no validation
     run_dir: RunDir
     store: CheckpointStore
     tracker: Tracker
     timer: StepTimer
-    restarts: int = 0
-    memory: CheckpointStore | None = None
+    restarts: int = 0  # after the death of a worker, within this command
+    memory: CheckpointStore | None = None  # where the last state is kept for another one, if anywhere
 
     def __post_init__(self) -> None:
         trainer, parts = self.config.trainer, (self.roles, self.state, self.source)
@@ -179,9 +169,8 @@ class TrainingLoop:
     def evaluate(self) -> dict[str, float]:
         """Validation metrics; samples are written and shown to the trackers."""
         assert self.validation is not None
-        metrics, batches = evaluate(
-            self.validation, self.config.data.val_batch_size, self.roles, self.val_sampler, self.state.step
-        )
+        size = self.config.data.val_batch_size
+        metrics, batches = evaluate(self.validation, size, self.roles, self.val_sampler, self.state.step)
         self.write_samples("val", batches)
         return metrics
 
@@ -192,6 +181,17 @@ class TrainingLoop:
         step = self.state.step + (split == "train")
         self.tracker.attempt("samples", lambda: write_samples(self.run_dir, step, split, rows), step)
         self.tracker.samples(step, split, rows)
+
+
+def evaluate(
+    dataset: PromptDataset, batch_size: int | None, roles: Roles, sampler: Sampler, pass_number: int
+) -> tuple[dict[str, float], list[DataProto]]:
+    """Every held-out prompt once, with validation's sampling: metrics, and the scored batches."""
+    batches = []
+    for prompts in iterate_once(dataset, batch_size, "val", pass_number):
+        batch = sampler.assemble(prompts, roles.rollout.generate(sampler.requests(prompts), prompts))
+        batches.append(batch.union(roles.scorer.score(batch)))
+    return validation_metrics([row for batch in batches for row in graded_rows(batch)], sampler.plan.n), batches
 
 
 def own_memory() -> dict[str, float]:

@@ -1,31 +1,30 @@
-"""A model evaluated on a data file: sampled, scored and summed up without a trainer."""
+"""A model evaluated on a data file without a trainer: sampled, scored and summed up; and preference pairs out of scored
+responses, of each prompt the best one and the worst one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from verl.cluster.worker import choose_device
 from verl.config import Config
 from verl.data.dataset import PromptDataset
 from verl.data.loader import iterate_once
+from verl.data.rows import FileRows, PromptRow
+from verl.errors import DataError
+from verl.json_lines import read_jsonl
 from verl.models.loading import load_tokenizer
 from verl.rewards.scorer import RuleScorer
+from verl.rewards.trial import Tried, batch_of
 from verl.rollout.embedded import EngineLimits
 from verl.rollout.offline import in_order, load_engine
 from verl.tracking.samples import SampleRow, rows_from_batch
-from verl.trainer.group_metrics import (
-    KINDS,
-    Estimate,
-    Graded,
-    by_source,
-    estimate,
-    graded_rows,
-    score_estimates,
-)
+from verl.trainer.group_metrics import KINDS, Estimate, Graded, by_source, estimate, graded_rows, score_estimates
 from verl.trainer.inputs import check_model_limits
 from verl.trainer.sampling import Sampler
 from verl.training.reward_model import load_reward_model
@@ -37,15 +36,7 @@ PASSED = 1.0  # accuracy (or reward, where there is no accuracy) from which a re
 class ModelEvaluation:
     """``config.model`` on ``config.data.val_files``, sampled by ``rollout.val_kwargs``, scored by ``config.reward``.
 
-    Whatever is wrong with model, data or reward is found here, before the weights are read.
-
-    Attributes:
-        left_out: rows of the data that cannot be used, and prompts too long where such are filtered.
-        rows: of the data that can be used, by their number.
-        graded, samples: one entry a response, in the order of the data; filled by :meth:`run`.
-
-    Raises:
-        VerlError: what, value and fix.
+    Whatever is wrong with model, data or reward is found here, before the weights are read. Raises VerlError.
     """
 
     def __init__(self, config: Config) -> None:
@@ -57,24 +48,18 @@ class ModelEvaluation:
         judge = load_reward_model(config, choose_device(config), self._tokenizer)
         self._scorer = RuleScorer(config.reward, self._tokenizer.decode, model=judge)
         self._scorer.check_rows(dataset.exemplars)
-        self.left_out = len(dataset.skipped) + dataset.dropped
-        self.rows = {row.row_index: row for row in dataset.rows}
+        self.left_out = len(dataset.skipped) + dataset.dropped  # cannot be used, or too long where such are filtered
+        self.rows = {row.row_index: row for row in dataset.rows}  # that can be used
         self._batches = list(iterate_once(dataset, data.val_batch_size or PROMPTS_AT_ONCE))
         self.responses = len(dataset) * self.plan.n
-        self.graded: list[Graded] = []
+        self.graded: list[Graded] = []  # one entry a response, in the order of the data, as of the samples
         self.samples: list[SampleRow] = []
 
     def run(self, finished: Callable[[int], None]) -> None:
-        """Sample and score everything.
+        """Sample and score everything; ``finished`` is told how many responses have been sampled.
 
-        Responses are sampled as the engine has room, and scored in batches of whole prompts in their order, so
-        that a reward function that fails is found out early.
-
-        Args:
-            finished: told how many responses have been sampled.
-
-        Raises:
-            RewardError: as :meth:`verl.rewards.scorer.RuleScorer.score`.
+        Responses are sampled as the engine has room, and scored in batches of whole prompts in their order, so that a
+        reward function that fails is found out early. Raises RewardError: as its scorer.
         """
         config, tokenizer = self.config, self._tokenizer
         engine = load_engine(
@@ -145,3 +130,98 @@ def _share(groups: Sequence[Sequence[Graded]], value_of: Callable[[Graded], floa
         return None
     found: Estimate = estimate([float(sum(group)) for group in values], [len(group) for group in values])
     return asdict(found)
+
+
+SCORED_AT_ONCE = 1024  # responses
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A scored response; None: it could not be scored."""
+
+    row: PromptRow
+    response: str
+    score: float | None
+
+
+@dataclass
+class PairCounts:
+    """What became of the prompts."""
+
+    pairs: int = 0
+    equal: int = 0  # all scores of the prompt are the same
+    few: int = 0  # fewer than two scored responses
+
+
+def pairs_of(groups: Iterable[Sequence[Answer]], counts: PairCounts) -> Iterator[dict[str, Any]]:
+    """A row for ``verl reward-model train`` from each prompt whose scores differ; of equal scores the first counts."""
+    for answers in groups:
+        scored = [answer for answer in answers if answer.score is not None]
+        if len(scored) < 2:
+            counts.few += 1
+            continue
+        best = max(scored, key=lambda answer: answer.score or 0.0)
+        worst = min(scored, key=lambda answer: answer.score or 0.0)
+        if best.score == worst.score or best.response == worst.response:
+            counts.equal += 1
+            continue
+        counts.pairs += 1
+        yield {
+            "prompt": best.row.prompt,
+            "chosen": best.response,
+            "rejected": worst.response,
+            "chosen_score": best.score,
+            "rejected_score": worst.score,
+            "data_source": best.row.data_source,
+        }
+
+
+def sampled(samples: Sequence[SampleRow], rows: dict[int, PromptRow]) -> list[list[Answer]]:
+    """Groups of responses that an evaluation sampled and scored; ``rows`` of its data by their number."""
+    groups: dict[str, list[Answer]] = {}
+    for sample in samples:
+        row = rows[int(sample.uid.rpartition(":")[2])]
+        groups.setdefault(sample.uid, []).append(Answer(row, sample.response, sample.score))
+    return list(groups.values())
+
+
+def given(file: str, config: Config) -> list[list[Answer]]:
+    """Groups of the responses in a file of ``verl generate``, scored here by what the data say about their prompts.
+    ``config``: its ``data.val_files`` hold the prompts, and ``reward`` says how to score. Raises DataError: the file
+    cannot be used, or none of its prompts is in the data; RewardError: as :meth:`verl.rewards.scorer.RuleScorer.score`.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DataError("The file of responses does not exist.", path, "write one with verl generate --out")
+    lines, _ = read_jsonl(path)
+    source = FileRows(config.data.val_files, config.data, "DATA")
+    rows = [row for row in source.read(0, len(source)) if isinstance(row, PromptRow)]
+    scorer = RuleScorer(config.reward)
+    scorer.check_rows(rows)
+    by_prompt: dict[str, PromptRow] = {}
+    for row in rows:
+        by_prompt.setdefault(_key(row.prompt), row)
+    found: dict[int, tuple[PromptRow, list[str]]] = {}
+    for line in lines:
+        known = by_prompt.get(_key(line.get("prompt")))
+        if known is not None and isinstance(line.get("response"), str):
+            found.setdefault(known.row_index, (known, []))[1].append(line["response"])
+    if not found:
+        raise DataError(
+            "No line of the responses has a prompt of the data.",
+            f"{path}: {len(lines)} lines",
+            "generate from the same file: verl generate MODEL --input DATA --out FILE -n 8",
+        )
+    asked = [Tried(row, response) for row, responses in found.values() for response in responses]
+    groups: dict[int, list[Answer]] = {}
+    with closing(scorer):
+        for start in range(0, len(asked), SCORED_AT_ONCE):
+            part = asked[start : start + SCORED_AT_ONCE]
+            scores = scorer.score(batch_of(part)).non_tensor_batch["score"]
+            for one, score in zip(part, scores, strict=True):
+                groups.setdefault(one.row.row_index, []).append(Answer(one.row, one.response, score))
+    return list(groups.values())
+
+
+def _key(prompt: Any) -> str:
+    return json.dumps(prompt, sort_keys=True, default=str)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from verl.algorithms.metric import reduce_metrics
 from verl.algorithms.schedules import moving_values
+from verl.checkpoint.export import opened
 from verl.checkpoint.store import CheckpointStore
 from verl.cluster.start import start_workers
 from verl.config import Config
@@ -17,8 +18,7 @@ from verl.protocol import DataProto
 from verl.run_dir import RunDir
 from verl.tracking.facts import planned_steps
 from verl.tracking.names import read_metrics
-from verl.trainer.batch_metrics import batch_metrics, staleness_metrics
-from verl.trainer.run_models import opened
+from verl.trainer.group_metrics import batch_metrics, staleness_metrics
 from verl.trainer.stages import process, update
 from verl.trainer.state import TrainerState
 from verl.trainer.timer import StepTimer
@@ -54,16 +54,9 @@ class _NoPrompts:
 
 
 def replay(config: Config, run_dir: RunDir, step: int, report: Callable[[str], None]) -> Replayed:
-    """Train on the kept batch of a step again; nothing in the run's folder changes.
-
-    Args:
-        config: the run's, perhaps with other settings. One rank trains in this process.
-        report: gets a line about what is being started.
-
-    Raises:
-        DataError: the step's batch was not kept.
-        CheckpointError: the checkpoint before the step is not there.
-    """
+    """Train on the kept batch of a step again; nothing in the run's folder changes. ``config``: the run's, perhaps with
+    other settings. One rank trains in this process. ``report``: gets a line about what is being started. Raises
+    DataError: the step's batch was not kept; CheckpointError: the checkpoint before the step is not there."""
     batch = _batch_of(run_dir, step)
     store = CheckpointStore(run_dir.checkpoints)
     if step > 1 and step - 1 not in store.steps():

@@ -5,37 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
-from verl.checkpoint.store import Checkpoint, CheckpointStore
-from verl.cluster.roles import Roles
-from verl.cluster.start import EventLog, require_machine, start_workers
-from verl.config import Config, SupervisedConfig, dump_yaml
-from verl.config.names import nearest_path
+from verl.checkpoint.export import opened, pinned
+from verl.checkpoint.store import CheckpointStore
+from verl.cluster.start import require_machine, start_workers
+from verl.config import Config
 from verl.data.rendering import untemplated
 from verl.diagnostics.doctor import AlarmRaised
-from verl.errors import CheckpointError, ConfigError, RewardError, VerlError, WorkerDiedError, meant
-from verl.run_dir import RunDir, write_atomic
-from verl.tracking.names import read_metrics, summarize
+from verl.errors import RewardError, VerlError, WorkerDiedError, meant
+from verl.run_dir import RunDir
 from verl.tracking.report import write_report
 from verl.tracking.trackers import TrackerContext, build_tracker
-from verl.trainer.changes import note_user_code, say_changed_settings
 from verl.trainer.inputs import Inputs, write_skipped
 from verl.trainer.loop import TrainingLoop
-from verl.trainer.restarts import kept_in_memory, newest, require_restart
-from verl.trainer.run_models import check_same_start, opened, pinned
+from verl.trainer.resume import kept_in_memory, newest, note_user_code, require_restart, store_of, take_up
 from verl.trainer.sampling import Sampler
-from verl.trainer.sources import Ahead, AsCompleted, Feed, Now, Source
+from verl.trainer.sources import Ahead, AsCompleted, Feed, Now, Source, Stream
 from verl.trainer.state import TrainerState
-from verl.trainer.streaming import Stream
 from verl.trainer.timer import StepTimer
-
-if TYPE_CHECKING:
-    pass
-
 
 SOURCES: dict[str, Callable[[Feed], Source]] = {"sync": Now, "one_step_off": Ahead, "async": Stream}
 
@@ -52,58 +42,13 @@ class HasStep(Protocol):
 def train(config: Config, console: Console, reward: Callable[..., Any] | None = None) -> None:
     """Run a training job to its end, going on from its last checkpoint if it has one.
 
-    Everything that can be wrong with the inputs is found before a worker starts.
-
-    Args:
-        reward: a reward function of this process, in place of the configuration's; only inline.
-
-    Raises:
-        VerlError: what, value and fix.
+    Everything that can be wrong with the inputs is found before a worker starts. ``reward``: a reward function of this
+    process, in place of the configuration's; only inline. Raises VerlError: what, value and fix.
     """
     require_machine(config)
     config = pinned(config, partial(console.print, soft_wrap=True, markup=False))
     with opened(config) as placed:
         _train(config, placed, console, reward)
-
-
-def store_of(config: Config | SupervisedConfig, run_dir: RunDir) -> CheckpointStore:
-    trainer = config.trainer
-    return CheckpointStore(run_dir.checkpoints, trainer.keep_last, trainer.keep_best.metric, trainer.keep_best.mode)
-
-
-def take_up(
-    config: Config | SupervisedConfig,
-    run_dir: RunDir,
-    store: CheckpointStore,
-    total_steps: int,
-    console: Console,
-    again: CheckpointStore | None = None,
-) -> tuple[bool, Checkpoint | None]:
-    """Whether the run is finished already, which is said, and the checkpoint that it goes on from.
-
-    What lies in the folder beyond that checkpoint is removed.
-
-    Args:
-        again: within the same command, from its own last state, which is here, whatever ``trainer.resume_mode`` says.
-    """
-    run_dir.clean_temporary()
-    store.clean_partial()  # which may bring back a checkpoint
-    latest = again.latest() if again is not None else None
-    checkpoint = store.open(latest) if latest is not None else find_checkpoint(config, store, run_dir)
-    if checkpoint is not None and again is None:
-        say_changed_settings(config, run_dir, console)
-    if checkpoint is not None and checkpoint.step >= total_steps:
-        say_finished(console, run_dir, checkpoint.step, total_steps)
-        return True, checkpoint
-    if checkpoint is not None:
-        check_same_start(checkpoint, config)
-    start = checkpoint.step if checkpoint else 0
-    run_dir.truncate_after(start if checkpoint else -1)
-    store.drop_newer_than(start)
-    run_dir.wishes.unlink(missing_ok=True)
-    write_atomic(run_dir.config, dump_yaml(config))
-    run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
-    return False, checkpoint
 
 
 def _train(config: Config, placed: Config, console: Console, reward: Callable[..., Any] | None) -> None:
@@ -159,11 +104,11 @@ def _attempt(
     def log(kind: str, subject: str, detail: str) -> None:
         run_dir.log_event(kind, subject, detail, state.step)
 
-    with (
-        stop_noted(run_dir, state),
-        build_tracker(config.trainer.logger, tracked) as tracker,
-        _started(placed, console, reward, timer, log, run_dir.wished_workers) as roles,
-    ):
+    with stop_noted(run_dir, state), build_tracker(config.trainer.logger, tracked) as tracker, ExitStack() as workers:
+        with timer("start"):  # for a display; it belongs to no step
+            report = partial(console.print, soft_wrap=True)
+            roles = workers.enter_context(start_workers(placed, report, reward, log, run_dir.wished_workers))
+        timer.flush()
         sampler = Sampler(config.training_sampling, config, inputs.tokenizer)
         source = source_of(Feed(config, roles, state, sampler, timer, total_steps))
         loop = TrainingLoop(
@@ -202,19 +147,6 @@ def _while_training() -> Iterator[None]:
         raise
 
 
-def say_finished(console: Console, run_dir: RunDir, step: int, total_steps: int) -> None:
-    console.print(
-        f"This run is finished: step {step} of {total_steps}. To train further raise "
-        f"trainer.total_training_steps; to train anew choose another trainer.experiment_name "
-        f"or remove {run_dir.path}",
-        soft_wrap=True,
-    )
-    # It may have been killed between its last checkpoint and its report.
-    if [event.kind for event in run_dir.read_events()[-1:]] != ["finished"]:
-        run_dir.log_event("finished", "run", f"step {step}", step)
-    write_report(run_dir)
-
-
 @contextmanager
 def stop_noted(run_dir: RunDir, state: HasStep) -> Iterator[None]:
     """Whatever ends the run early is written into its events."""
@@ -229,62 +161,6 @@ def stop_noted(run_dir: RunDir, state: HasStep) -> Iterator[None]:
             with suppress(VerlError):
                 write_report(run_dir)  # the next thing to look at
         raise
-
-
-@contextmanager
-def _started(
-    config: Config,
-    console: Console,
-    reward: Callable[..., Any] | None,
-    timer: StepTimer,
-    log: EventLog,
-    wish: Callable[[], int | None],
-) -> Iterator[Roles]:
-    """The workers; a display sees their start as a part of its own, which belongs to no step."""
-    with ExitStack() as stack:
-        with timer("start"):
-            report = partial(console.print, soft_wrap=True)
-            roles = stack.enter_context(start_workers(config, report, reward, log, wish))
-        timer.flush()
-        yield roles
-
-
-def find_checkpoint(config: Config | SupervisedConfig, store: CheckpointStore, run_dir: RunDir) -> Checkpoint | None:
-    """Where ``trainer.resume_mode`` says to go on from; None for a fresh start.
-
-    A run that was killed before its first checkpoint starts anew.
-
-    Raises:
-        ConfigError: a fresh start would overwrite another run.
-        CheckpointError: the named checkpoint cannot be used.
-    """
-    mode = config.trainer.resume_mode
-    if mode == "resume_path":
-        path = config.trainer.resume_from_path
-        assert path is not None
-        if not Path(path).expanduser().is_dir():
-            near = nearest_path(Path(path).expanduser())
-            fix = f"did you mean {near}?" if near else "give a folder such as runs/NAME/checkpoints/step_000010"
-            raise ConfigError("trainer.resume_from_path names no folder", path, fix)
-        return store.open(path)
-    latest = store.latest()
-    if mode == "disable" and (latest is not None or run_dir.metrics.exists()):
-        raise ConfigError(
-            "trainer.resume_mode=disable, and the run folder already holds a run",
-            str(run_dir.path),
-            "choose another trainer.experiment_name, set trainer.resume_mode=auto to go on, or remove the folder",
-        )
-    if latest is None and mode == "auto" and config.trainer.save_freq <= 0 and _trained_steps(run_dir):
-        raise CheckpointError(
-            "the run folder holds a run without a checkpoint to go on from (trainer.save_freq was -1)",
-            str(run_dir.path),
-            "choose another trainer.experiment_name, or remove the folder to start anew",
-        )
-    return store.open(latest) if latest is not None else None
-
-
-def _trained_steps(run_dir: RunDir) -> int:
-    return summarize(read_metrics(run_dir)[0]).trained_steps if run_dir.metrics.exists() else 0
 
 
 def _describe(console: Console, config: Config, inputs: Inputs, total_steps: int) -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from verl.config import Config, SamplingPlan
+from verl.data.rows import Tokenizer
 from verl.protocol import DataProto
+from verl.protocol.columns import padded
 from verl.protocol.keys import check_columns
 from verl.rollout.protocol import BASELINE_INDEX, Request, Result, SamplingParams, Slot
 from verl.rollout.seeds import slot_seed
 from verl.rollout.text import response_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 OVER_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")  # left padded columns
 TOKEN_IDS = ("prompts", "responses", "input_ids")
@@ -30,19 +28,12 @@ WIDTH_BUCKET = 8  # batches are padded to their longest row, rounded up to a mul
 
 @dataclass(frozen=True)
 class Sampler:
-    """Makes the requests of a batch of prompts and puts the results together.
+    """Makes the requests of a batch of prompts and puts the results together."""
 
-    Args:
-        plan: temperature, truncation and responses a prompt.
-        config: lengths, stop conditions and the run's seed.
-        tokenizer: decodes responses for the reward functions; training never reads the text.
-        max_new_tokens: of a response; None: ``data.max_response_length``.
-    """
-
-    plan: SamplingPlan
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    max_new_tokens: int | None = None
+    plan: SamplingPlan  # temperature, truncation and responses a prompt
+    config: Config  # lengths, stop conditions and the run's seed
+    tokenizer: Tokenizer  # decodes responses for the reward functions; training never reads the text
+    max_new_tokens: int | None = None  # of a response; None: ``data.max_response_length``
 
     def requests(self, prompts: DataProto) -> list[Request]:
         """``plan.n`` requests a prompt, those of a prompt side by side, a greedy baseline (index -1) behind them."""
@@ -82,11 +73,12 @@ class Sampler:
         """One row a result: prompts left padded, responses right padded, masks from the engine's lengths."""
         rows = prompts.repeat(len(self.indices), interleave=True)
         pad = self.tokenizer.pad_token_id
-        prompt_ids, prompt_mask = _padded(rows.non_tensor_batch["prompt_ids"].tolist(), pad, left=True)
-        responses, mask = _padded([result.response_ids.tolist() for result in results], pad)
-        log_probs, _ = _padded([result.log_probs.tolist() for result in results], 0.0, dtype=torch.float32)
-        trained, _ = _padded([result.loss_mask.tolist() for result in results], False, dtype=torch.bool)
-        versions, _ = _padded([result.versions.tolist() for result in results], 0, dtype=torch.int32)
+        column = partial(padded, multiple=WIDTH_BUCKET)
+        prompt_ids, prompt_mask = column(rows.non_tensor_batch["prompt_ids"].tolist(), pad, left=True)
+        responses, mask = column([result.response_ids.tolist() for result in results], pad)
+        log_probs, _ = column([result.log_probs.tolist() for result in results], 0.0, dtype=torch.float32)
+        trained, _ = column([result.loss_mask.tolist() for result in results], False, dtype=torch.bool)
+        versions, _ = column([result.versions.tolist() for result in results], 0, dtype=torch.int32)
         attention_mask = torch.cat([prompt_mask, mask], 1)
         newest = max((int(result.versions.max(initial=0)) for result in results), default=0)
         generated = DataProto.from_dict(
@@ -144,19 +136,3 @@ def _widened(batch: DataProto, prompt_width: int, response_width: int, pad: int,
     missing = [None] * len(batch)
     columns = {name: batch.non_tensor_batch.get(name, missing) for name in names}
     return DataProto.from_dict(tensors, columns, batch.meta_info)
-
-
-def _padded(
-    rows: Sequence[Sequence[Any]], fill: Any, *, left: bool = False, dtype: torch.dtype = torch.int64
-) -> tuple[Tensor, Tensor]:
-    """Rows in one (B, W) tensor, and the (B, W) int64 mask of what is not padding."""
-    longest = max((len(row) for row in rows), default=0)
-    width = max(-(-longest // WIDTH_BUCKET) * WIDTH_BUCKET, WIDTH_BUCKET)
-    padded = torch.full((len(rows), width), fill, dtype=dtype)
-    mask = torch.zeros(len(rows), width, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        if len(row):
-            place = slice(width - len(row), width) if left else slice(0, len(row))
-            padded[i, place] = torch.as_tensor(row, dtype=dtype)
-            mask[i, place] = 1
-    return padded, mask

@@ -78,11 +78,8 @@ class Saver:
             flight.commit.result()
 
     def finish(self) -> None:
-        """Wait until nothing is under way; every ``cluster.stall_seconds`` it is said what for.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait until nothing is under way; every ``cluster.stall_seconds`` it is said what for. Raises CheckpointError:
+        it could not be written."""
         began, said, every = time.monotonic(), 0.0, self.config.cluster.stall_seconds
         while self._flight is not None:
             self.advance()

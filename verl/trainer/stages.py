@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from verl.algorithms.advantages import outcome_scores
+from verl.algorithms.advantage_inputs import outcome_scores
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.kl import is_full
 from verl.algorithms.metric import Metric, merge_all
@@ -70,19 +70,12 @@ def take_baselines(batch: DataProto) -> DataProto:
 
 
 def process(
-    batch: DataProto,
-    roles: Roles,
-    config: Config,
-    kl_coef: float,
-    timer: StepTimer,
-    shaper: RewardShaper | None = None,
+    batch: DataProto, roles: Roles, config: Config, kl_coef: float, timer: StepTimer, shaper: RewardShaper | None = None
 ) -> tuple[DataProto, Metrics]:
     """Old and reference log-probs, values, rewards after shaping and KL, advantages.
 
     Old log-probs are the engine's where they are proven to be the trainer's (``actor.recompute_old_log_probs: auto``).
-
-    Args:
-        shaper: with the running statistics of a whole run; None: a new one.
+    ``shaper``: with the running statistics of a whole run; None: a new one.
     """
     metrics: Metrics = {}
     sampled = batch
@@ -158,11 +151,8 @@ def update(
 ) -> Metrics:
     """Mini-batches through critic and actor; the actor waits for ``trainer.critic_warmup`` steps to pass.
 
-    Where they live in different processes, both learn at the same time.
-
-    Args:
-        config: with this step's values of scheduled coefficients.
-        before: rows that this step has trained on already, where it is done in parts.
+    Where they live in different processes, both learn at the same time. ``config``: with this step's values of
+    scheduled coefficients. ``before``: rows that this step has trained on already, where it is done in parts.
     """
     calls: list[tuple[str, object, Callable[[], list[Metrics]]]] = []
     if (critic := roles.critic) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,7 +15,56 @@ from verl.config import Config
 from verl.data.loader import PromptLoader
 from verl.errors import CheckpointError
 from verl.protocol import DataProto
-from verl.trainer.response_cap import ResponseCap
+from verl.trainer.advantages import cut_rows, response_lengths
+
+
+class ResponseCap:
+    """``rollout.response_length``: always the longest, or following the lengths that there are.
+
+    Adaptive: the smallest length that a share ``quantile`` of the last ``window`` steps' responses do not exceed, times
+    ``margin``, within [``min``, the longest]. A response that was cut says only that it wanted to be longer, so where
+    more than ``max_cut_share`` of a step's responses were cut, these lengths are forgotten and the cap opens to the
+    longest at once; the next step then shows what lengths there are. ``value``: tokens, for the step to come.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._settings, self._longest = config.rollout.response_length, config.data.max_response_length
+        self.value = self._longest
+        self._recent: list[list[int]] = []  # lengths by step, newest last
+        self._lengths: list[int] = []  # of the step under way, which may sample several batches
+        self._cut = 0
+
+    def learn(self, batch: DataProto) -> None:
+        """Note a sampled batch."""
+        self._lengths += response_lengths(batch).tolist()
+        self._cut += int(cut_rows(batch).sum())
+
+    def advance(self) -> dict[str, float]:
+        """A step is over: find the cap of the next. Returns the metric of the one that is over; fixed: none."""
+        settings, used, lengths = self._settings, self.value, self._lengths
+        too_many = self._cut > settings.max_cut_share * len(lengths)
+        self._lengths, self._cut = [], 0
+        if settings.mode == "fixed":
+            return {}
+        if too_many and used < self._longest:
+            self._recent, self.value = [], self._longest
+        else:
+            self._recent = [*self._recent, lengths][-settings.window :]
+            known = sorted(length for step in self._recent for length in step)
+            at = known[max(math.ceil(settings.quantile * len(known) - 1e-9), 1) - 1]
+            least = settings.min or max(self._longest // 8, 1)
+            self.value = min(max(math.ceil(settings.margin * at - 1e-9), least), self._longest)
+        return {"response_length/cap": used}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "recent": self._recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the lengths; where the user has changed the mode or the longest since, that counts."""
+        self._recent = state["recent"]
+        if self._settings.mode == "adaptive":
+            self.value = min(state["value"], self._longest)
+
 
 STATE_NAME = "trainer"
 
@@ -26,36 +76,20 @@ def learnt_nothing(numbers: Mapping[str, float], role: str) -> bool:
 
 @dataclass
 class TrainerState:
-    """Advanced by the loop.
+    """Advanced by the loop. ``held``: training steps, by role, that :func:`learnt_nothing`."""
 
-    Attributes:
-        step: finished training steps; also the version of the current weights.
-        loader: the stream of training prompts.
-        kl_coef: coefficient of the KL penalty in the reward.
-        actor_schedules: the actor's coefficients, by the field that they set.
-        shaper: of scores, with the statistics of all scores so far.
-        cap: of the length of responses.
-        held: training steps, by role, that :func:`learnt_nothing`.
-    """
-
-    step: int
+    step: int  # finished training steps; also the version of the current weights
     loader: PromptLoader
-    kl_coef: Schedule
-    actor_schedules: dict[str, Schedule]
-    shaper: RewardShaper
+    kl_coef: Schedule  # of the KL penalty in the reward
+    actor_schedules: dict[str, Schedule]  # the actor's coefficients, by the field that they set
+    shaper: RewardShaper  # of scores, with the statistics of all scores so far
     cap: ResponseCap
     held: dict[str, int] = field(default_factory=lambda: {"actor": 0, "critic": 0})
 
     @classmethod
     def fresh(cls, config: Config, loader: PromptLoader) -> TrainerState:
-        return cls(
-            0,
-            loader,
-            kl_schedule(config.algorithm.kl_ctrl),
-            actor_schedules(config.actor),
-            new_shaper(config),
-            ResponseCap(config),
-        )
+        kl_coef, coefficients = kl_schedule(config.algorithm.kl_ctrl), actor_schedules(config.actor)
+        return cls(0, loader, kl_coef, coefficients, new_shaper(config), ResponseCap(config))
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -99,17 +133,9 @@ class TrainerState:
         }
 
     def restore(self, checkpoint: Checkpoint, roles: Roles, mode: str | None = None) -> dict[str, Any]:
-        """Go on where the checkpoint was; parts that were not invented when it was written start fresh.
-
-        Args:
-            mode: ``trainer.mode`` of now; None: nothing is to be trained, and what was sampled ahead does not matter.
-
-        Returns:
-            What was sampled ahead.
-
-        Raises:
-            CheckpointError: it lacks what nothing can stand in for.
-        """
+        """Go on where the checkpoint was; parts that were not invented when it was written start fresh. ``mode``:
+        ``trainer.mode`` of now; None: nothing is to be trained, and what was sampled ahead does not matter. Returns
+        what was sampled ahead. Raises CheckpointError: it lacks what nothing can stand in for."""
         checkpoint.verify()
         tree = cast(dict[str, Any], checkpoint.read_state(STATE_NAME))
         missing = sorted({"step", "loader", "shaper", "schedules"} - tree.keys())

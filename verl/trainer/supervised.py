@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from verl.algorithms.metric import Metric, merge_all, reduce_metrics, spread_metrics
 from verl.algorithms.schedules import learning_rate
+from verl.checkpoint.export import opened, pinned
 from verl.checkpoint.store import Checkpoint, CheckpointStore
 from verl.cluster.threads import process_threads
 from verl.cluster.worker import choose_device
@@ -41,8 +42,8 @@ from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check
 from verl.trainer.inputs import write_skipped
 from verl.trainer.interruption import held
 from verl.trainer.loop import due, own_memory
-from verl.trainer.run import stop_noted, store_of, take_up
-from verl.trainer.run_models import opened, pinned
+from verl.trainer.resume import store_of, take_up
+from verl.trainer.run import stop_noted
 from verl.trainer.state import STATE_NAME, learnt_nothing
 from verl.trainer.timer import StepTimer
 from verl.training.micro_batches import Limits
@@ -157,11 +158,8 @@ def _speed(batch: DataProto, timings: dict[str, float]) -> dict[str, float]:
 
 
 def train_supervised(config: SupervisedConfig, console: Console) -> None:
-    """Run supervised training to its end, going on from its last checkpoint if it has one.
-
-    Raises:
-        VerlError: what, value and fix; everything that can be wrong with the inputs is found before the first step.
-    """
+    """Run supervised training to its end, going on from its last checkpoint if it has one. Raises VerlError: what,
+    value and fix; everything that can be wrong with the inputs is found before the first step."""
     check_loggers(config.trainer.logger)
     torch.set_num_threads(process_threads(config))
     config = pinned(config, partial(console.print, soft_wrap=True, markup=False))

@@ -52,11 +52,8 @@ class StepTimer:
 
     def timeline(self, step: int, workers: Mapping[str, Sequence[tuple[str, float, float]]]) -> dict[str, Any]:
         """The step's line of ``timeline.jsonl``: when it began (seconds since 1970), and its parts and what each worker
-        did, in seconds from then.
-
-        Args:
-            workers: what they did, by the clock that counts from 1970; what ended before the step began is left out.
-        """
+        did, in seconds from then. ``workers``: what they did, by the clock that counts from 1970; what ended before the
+        step began is left out."""
         parts = sorted(self.intervals(), key=lambda part: part[1])
         zero = parts[0][1]
         began = now() - time.perf_counter() + zero

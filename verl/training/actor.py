@@ -7,13 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.aggregation import Denominators
 from verl.algorithms.kl import is_full
 from verl.algorithms.loss_inputs import LossInputs
 from verl.algorithms.masking import select
 from verl.algorithms.metric import Metric, correlation_metrics, max_metric, mean_metric, std_metrics
-from verl.algorithms.policy_loss import POLICY_LOSSES, find_policy_loss
+from verl.algorithms.policy_loss import POLICY_LOSSES, actor_loss, find_policy_loss
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import ActorConfig
 from verl.config.schema_roles import RolloutCorrectionConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import group_index
-from verl.data.balancing import plan_ranks
+from verl.algorithms.advantage_inputs import group_index
+from verl.data.packing import plan_ranks
 from verl.models.packed import PackedBatch, pack_rows
 from verl.protocol import DataProto
 from verl.protocol.keys import check_columns

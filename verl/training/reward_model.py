@@ -11,9 +11,8 @@ import torch
 
 from verl.config import Config
 from verl.config.schema_reward import RewardModelConfig
-from verl.data.conversations import Renderer, UnusableError
 from verl.data.packing import plan_micro_batches
-from verl.data.rendering import cut
+from verl.data.rendering import Renderer, UnusableError, cut
 from verl.models.attention import ATTENTION_NAME
 from verl.models.loading import load_classifier, load_tokenizer, stop_ids
 from verl.models.packed import pack_rows

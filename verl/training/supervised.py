@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregation import Denominators, aggregate_loss
 from verl.algorithms.metric import Metric, mean_metric, merge_all
-from verl.algorithms.preference import bradley_terry
+from verl.algorithms.value_loss import bradley_terry
 from verl.models.packed import PackedBatch
 from verl.models.policy import PolicyModel, ValueModel, model_device
 from verl.protocol import DataProto
