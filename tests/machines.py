@@ -38,7 +38,7 @@ class Machine:
         """Its Ray: the cluster's head on the first machine."""
         where = ("--head", f"--port={PORT}", "--include-dashboard=false") if self._first is None else ()
         named = ",".join(f'"{name}": {amount}' for name, amount in resources.items())
-        command = [*self.enter, sys.executable, "-m", "ray.scripts.scripts", "start", *where]
+        command = [*self.enter, "env", "--chdir=/", sys.executable, "-m", "ray.scripts.scripts", "start", *where]
         command += [f"--address={self._first}:{PORT}"] if self._first is not None else []
         command += [f"--node-ip-address={self.address}", f"--num-cpus={cpus}", f"--resources={{{named}}}"]
         command += [f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats"]

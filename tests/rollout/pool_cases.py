@@ -58,3 +58,11 @@ class SimulatedPool:
                 answers = [result(slot, length=self.length(slot)) for slot in done]
                 self.dispatcher.complete(name, answers, self.now)
                 results += answers
+
+
+def with_workers(*capacities: int, **budgets: float) -> Dispatcher:
+    """Workers "0", "1", ... with so many places."""
+    dispatcher = Dispatcher(**budgets)  # type: ignore[arg-type]
+    for number, capacity in enumerate(capacities):
+        dispatcher.add_worker(str(number), capacity, 0.0)
+    return dispatcher

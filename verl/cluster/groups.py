@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ from verl.cluster.placement import Group, Plan, ProcessSpec
 from verl.cluster.profiling import nsight_options
 from verl.cluster.ray_worker import RayWorkers, Watch, dumpable, use_network
 from verl.cluster.start import EventLog
-from verl.cluster.threads import worker_environment
+from verl.cluster.threads import FOLDER, worker_environment
 from verl.cluster.weight_sync import WEIGHTS
 from verl.config import Config
 from verl.errors import ClusterError
@@ -106,7 +107,7 @@ def ray_options(process: ProcessSpec, config: Config, roles: frozenset[str]) -> 
         "memory": int(needs.pop("memory", 0)) or None,
         "resources": needs or None,
         "max_restarts": 0,
-        "runtime_env": {"env_vars": worker_environment(process.threads) | dict(process.env)}
+        "runtime_env": {"env_vars": worker_environment(process.threads) | {FOLDER: os.getcwd()} | dict(process.env)}
         | ({"nsight": nsight} if nsight else {}),
     }
 

@@ -275,7 +275,7 @@ def _cores_wanted(phase: Sequence[ProcessSpec]) -> float:
 
 def _against(short: Mapping[str, tuple[float, float]]) -> str:
     def words(name: str, amount: float) -> str:
-        return f"{amount / GIB:.3g} GiB memory" if name == "memory" else f"{amount:g} {name}"
+        return f"{round(amount / GIB, 1):.10g} GiB memory" if name == "memory" else f"{amount:g} {name}"
 
     return "; ".join(
         f"wanted {words(name, amount)}, available {words(name, there).partition(' ')[0]}"

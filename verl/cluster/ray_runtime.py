@@ -126,6 +126,8 @@ def _start_ray(config: Config, cpus: int, object_store: int) -> str:
     """The address of its dashboard; empty: it has none."""
     address = config.cluster.address
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
+    # Of a worker that was given up nobody asks for the other answers; what it failed with is in events.log.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address is None:
         # Ray listens on all interfaces whatever its node address: nobody without this token gets an answer. It is
         # handed down in the environment, which other users cannot read, and never touches a file. Ray turns token

@@ -12,6 +12,7 @@ import torch
 
 from verl.cluster.compression import Compressed, compressed
 from verl.cluster.profiling import Recorder, Span, recorded
+from verl.cluster.threads import stand_where_the_run_was_started
 from verl.cluster.weight_sync import Meeting, Participant, Weights, take
 from verl.config import Config
 from verl.models.attention import ATTENTION_NAME
@@ -59,6 +60,7 @@ class RolloutWorker:
     def setup(self) -> None:
         """Load the model; published weights take the place of its own."""
         config, spec = self._config, self._spec
+        stand_where_the_run_was_started()
         torch.set_num_threads(spec.threads)
         if spec.memory_gb is not None:
             limit = int(spec.memory_gb * 2**30)

@@ -1,4 +1,4 @@
-"""Threads, numerical modes and memory of a worker process; they must be set before torch starts. Free of torch."""
+"""Threads, numerical modes, memory and folder of a worker process: all but the last before torch starts. No torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 # can take.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 MALLOPT = {-4: 0, -1: -1, -8: 1}
+
+
+FOLDER = "VERL_STARTED_IN"  # environment: the folder of the run's command
 
 
 def process_threads(config: Config | SupervisedConfig) -> int:
@@ -52,3 +55,10 @@ def set_environment(threads: int) -> None:
         for parameter, value in MALLOPT.items():
             mallopt(parameter, value)
     os.environ.update(worker_environment(threads))
+
+
+def stand_where_the_run_was_started() -> None:
+    """Relative paths of the configuration are meant from there; a process of a cluster stands where Ray was started."""
+    folder = os.environ.get(FOLDER)
+    if folder is not None and os.path.isdir(folder):
+        os.chdir(folder)

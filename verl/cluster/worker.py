@@ -21,7 +21,7 @@ from verl.checkpoint.manifest import checkpoint_errors
 from verl.cluster.early_scoring import EarlyScoring, Listener
 from verl.cluster.placement import Group, whole_run
 from verl.cluster.profiling import Recorder, Span, recorded
-from verl.cluster.threads import available_cores
+from verl.cluster.threads import available_cores, stand_where_the_run_was_started
 from verl.cluster.weight_sync import Meeting, Participant, Weights, exported
 from verl.config import BatchPlan, Config, SupervisedConfig
 from verl.errors import ConfigError
@@ -94,6 +94,7 @@ class Worker:
     def setup(self) -> ParityReport | None:
         """Load the models and, where the engine is here, check it against the trainer on this machine."""
         config, roles = self._config, self._group.roles
+        stand_where_the_run_was_started()
         torch.set_num_threads(self._group.threads)
         device = self._device or choose_device(config)
         if self._ranks.size > 1:
