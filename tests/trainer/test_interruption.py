@@ -14,7 +14,7 @@ from stage_cases import tiny_config
 from verl_process import checkpoint_bytes, computed
 
 from verl.checkpoint.store import CheckpointStore
-from verl.trainer.interruption import TOLD, held
+from verl.trainer.resume import TOLD, held
 from verl.trainer.run import train
 
 

@@ -280,18 +280,11 @@ def _divergence_masked(
     return finished(token_loss, inputs, denominators, config.loss_agg_mode, pg_clipfrac=masked)
 
 
+_OF_ADVANTAGES = (vanilla, decoupled, gspo, cispo, gpg, geo_mean, sapo, dppo_tv, dppo_kl)
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": PolicyLoss(vanilla, needs_advantage=True),
-    "decoupled": PolicyLoss(decoupled, needs_advantage=True),
-    "gspo": PolicyLoss(gspo, needs_advantage=True),
-    "cispo": PolicyLoss(cispo, needs_advantage=True),
-    "gpg": PolicyLoss(gpg, needs_advantage=True),
-    "geo_mean": PolicyLoss(geo_mean, needs_advantage=True),
-    "sapo": PolicyLoss(sapo, needs_advantage=True),
+    **{loss.__name__: PolicyLoss(loss, needs_advantage=True) for loss in _OF_ADVANTAGES},
     "clip_cov": PolicyLoss(clip_cov, clip_cov_statistics, needs_advantage=True),
     "kl_cov": PolicyLoss(kl_cov, kl_cov_statistics),  # its penalty is none of the advantages
-    "dppo_tv": PolicyLoss(dppo_tv, needs_advantage=True),
-    "dppo_kl": PolicyLoss(dppo_kl, needs_advantage=True),
 }
 
 

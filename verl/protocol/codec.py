@@ -224,22 +224,11 @@ def _dense(tensor: torch.Tensor, path: str) -> torch.Tensor:
     return plain
 
 
-DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+_DTYPES = (
+    "float64 F64, float32 F32, float16 F16, bfloat16 BF16, float8_e4m3fn F8_E4M3, float8_e5m2 F8_E5M2, complex64 C64, "
+    "int64 I64, int32 I32, int16 I16, int8 I8, uint64 U64, uint32 U32, uint16 U16, uint8 U8, bool BOOL"
+)
+# Names of dtypes in safetensors headers; a dtype that is not here cannot be saved.
+DTYPE_CODES: dict[torch.dtype, str] = {
+    getattr(torch, name): code for name, code in (pair.split() for pair in _DTYPES.split(", "))
 }
-"""Names of dtypes in safetensors headers; a dtype that is not here cannot be saved."""

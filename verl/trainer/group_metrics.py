@@ -51,24 +51,17 @@ def graded_rows(batch: DataProto) -> list[Graded]:
 
     width = batch.batch["responses"].shape[1]
     lengths = batch.batch["attention_mask"][:, -width:].sum(1).tolist()
-    named = zip(columns["data_source"], columns["uid"], columns["score"], extra("acc"), strict=True)
+    named = zip(columns["data_source"], columns["uid"], columns["score"], strict=True)
     answers = [
         _text(answer if pred is None else pred) for pred, answer in zip(extra("pred"), extra("answer"), strict=True)
     ]
+    accuracies = [float(x) if isinstance(x, int | float) and math.isfinite(x) else None for x in extra("acc")]
     names = reward_names(batch)
     said = zip(*map(extra, names), strict=True) if names else [()] * size
     parts = [{name: value for name, value in zip(names, row, strict=True) if value is not None} for row in said]
-    return [
-        Graded(str(source), str(uid), score, _accuracy(acc), answer, length, finish == "length", own)
-        for (source, uid, score, acc), answer, length, finish, own in zip(
-            named, answers, lengths, columns["finish_reason"], parts, strict=True
-        )
-    ]
-
-
-def _accuracy(acc: Any) -> float | None:
-    """What the function put under ``acc``, where that is a number."""
-    return float(acc) if isinstance(acc, int | float) and math.isfinite(acc) else None
+    cut = [finish == "length" for finish in columns["finish_reason"]]
+    rows = zip(named, accuracies, answers, lengths, cut, parts, strict=True)
+    return [Graded(str(source), str(uid), score, *rest) for (source, uid, score), *rest in rows]
 
 
 def _text(answer: Any) -> str | None:

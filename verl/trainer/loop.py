@@ -24,7 +24,7 @@ from verl.tracking.samples import Split, rows_from_batch, write_samples
 from verl.tracking.trackers import Tracker
 from verl.trainer.advantages import Metrics
 from verl.trainer.group_metrics import batch_metrics, cost_metrics, graded_rows, staleness_metrics, validation_metrics
-from verl.trainer.interruption import held
+from verl.trainer.resume import held
 from verl.trainer.sampling import Sampler, join
 from verl.trainer.saving import Saver
 from verl.trainer.sources import Source

@@ -18,14 +18,9 @@ from verl.errors import ConfigError
 
 # Option of Hydra's -> what to do instead.
 _REFUSED = {
-    "--multirun": "start one command for each run, for example in a loop of the shell",
-    "-m": "start one command for each run, for example in a loop of the shell",
-    "--cfg": "verl config show key=value ... prints the configuration",
-    "-c": "verl config show key=value ... prints the configuration",
-    "--info": "verl config show key=value ... prints the configuration",
-    "-i": "verl config show key=value ... prints the configuration",
-    "--package": "write the whole key, for example actor.optim.lr=1e-6",
-    "-p": "write the whole key, for example actor.optim.lr=1e-6",
+    **dict.fromkeys(("--multirun", "-m"), "start one command for each run, for example in a loop of the shell"),
+    **dict.fromkeys(("--cfg", "-c", "--info", "-i"), "verl config show key=value ... prints the configuration"),
+    **dict.fromkeys(("--package", "-p"), "write the whole key, for example actor.optim.lr=1e-6"),
     "--experimental-rerun": "verl train runs/NAME/config.yaml",
     "--hydra-help": "python -m verl.trainer.main_ppo --help",
 }

@@ -40,9 +40,8 @@ from verl.tracking.names import read_metrics, summarize
 from verl.tracking.report import write_report
 from verl.tracking.trackers import Tracker, TrackerContext, build_tracker, check_loggers
 from verl.trainer.inputs import write_skipped
-from verl.trainer.interruption import held
 from verl.trainer.loop import due, own_memory
-from verl.trainer.resume import store_of, take_up
+from verl.trainer.resume import held, store_of, take_up
 from verl.trainer.run import stop_noted
 from verl.trainer.state import STATE_NAME, learnt_nothing
 from verl.trainer.timer import StepTimer
