@@ -280,11 +280,11 @@ def _divergence_masked(
     return finished(token_loss, inputs, denominators, config.loss_agg_mode, pg_clipfrac=masked)
 
 
-_OF_ADVANTAGES = (vanilla, decoupled, gspo, cispo, gpg, geo_mean, sapo, dppo_tv, dppo_kl)
+_STATISTICS = {clip_cov: clip_cov_statistics, kl_cov: kl_cov_statistics}
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    **{loss.__name__: PolicyLoss(loss, needs_advantage=True) for loss in _OF_ADVANTAGES},
-    "clip_cov": PolicyLoss(clip_cov, clip_cov_statistics, needs_advantage=True),
-    "kl_cov": PolicyLoss(kl_cov, kl_cov_statistics),  # its penalty is none of the advantages
+    # The penalty of kl_cov is none of the advantages.
+    loss.__name__: PolicyLoss(loss, _STATISTICS.get(loss), needs_advantage=loss is not kl_cov)
+    for loss in (vanilla, decoupled, gspo, cispo, gpg, geo_mean, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl)
 }
 
 
