@@ -19,9 +19,10 @@ from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric
 from verl.cluster.early_scoring import for_scoring
 from verl.cluster.placement import Group, make_plan, whole_run
+from verl.cluster.role_models import limits_of
 from verl.cluster.start import start_workers
 from verl.cluster.threads import MALLOC, available_cores, process_threads, worker_environment
-from verl.cluster.worker import Worker, choose_device, limits_of
+from verl.cluster.worker import Worker, choose_device
 from verl.config import Config, build_config
 from verl.errors import CheckpointError, ClusterError, ConfigError
 from verl.models.loading import load_tokenizer
@@ -319,7 +320,9 @@ def test_threads_of_a_worker(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPat
     assert environment["MKL_CBWR"] == "AUTO,STRICT"  # without it rows of a float32 matmul depend on their number
 
 
-@pytest.mark.parametrize("failing", ["compare", "load_causal_lm"])  # after and before the scorer is there
+@pytest.mark.parametrize(
+    "failing", ["worker.compare", "role_models.load_causal_lm"]
+)  # after and before the scorer is there
 def test_a_failed_set_up_leaves_no_reward_process(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -327,13 +330,11 @@ def test_a_failed_set_up_leaves_no_reward_process(
         raise ConfigError("the machine is on fire")
 
     closed: list[object] = []
-    monkeypatch.setattr(f"verl.cluster.worker.{failing}", fail)
-    if failing == "load_causal_lm":
-        monkeypatch.setattr(Worker._load, "__defaults__", (fail,))
+    monkeypatch.setattr(f"verl.cluster.{failing}", fail)
     monkeypatch.setattr("verl.rewards.scorer.RuleScorer.close", lambda scorer: closed.append(scorer))
     with pytest.raises(ConfigError, match="on fire"), start_workers(config_of(tiny_model_dir), print):
         pass
-    assert len(closed) == (failing == "compare")
+    assert len(closed) == (failing == "worker.compare")
 
 
 @pytest.mark.parametrize("open_to_all", [True, False])

@@ -272,11 +272,8 @@ def test_the_tables_hide_none_of_our_keys():
     assert hidden == []
 
 
-def test_strategies_of_verl_and_what_sharding_cannot_do():
+def test_strategies_of_verl():
     assert load("actor.strategy=fsdp", "actor.fsdp_config.reshard_after_forward=false").config.actor.strategy == "fsdp2"
     read = load("actor_rollout_ref.actor.strategy=megatron")
     assert read.config.actor.strategy == "fsdp2" and any("fsdp2 takes its place" in notice for notice in read.notices)
-    with pytest.raises(ConfigError, match=r"actor\.auto_micro_batch cannot start a pass over"):
-        load("actor.strategy=fsdp", "actor.world_size=2", "trainer.device=cpu", "actor.auto_micro_batch=true")
-    one = load("actor.strategy=fsdp", "trainer.device=cpu", "actor.auto_micro_batch=true")  # nothing is cut
-    assert one.config.ranks == 1
+    assert load("actor.strategy=fsdp", "trainer.device=cpu").config.ranks == 1  # nothing is cut

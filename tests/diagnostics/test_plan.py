@@ -111,7 +111,7 @@ def test_ranks_share_what_is_sharded(model: Path) -> None:
     facts = read_facts(str(model))
     settings = {"trainer__n_gpus_per_node": 4, "trainer__device": "cuda", "cluster__backend": "ray"}
     for strategy, share in (("replicate", TINY), ("fsdp2", TINY // 4)):
-        config = config_of(model, actor__strategy=strategy, actor__auto_micro_batch=False, **settings)
+        config = config_of(model, actor__strategy=strategy, **settings)
         (process,) = processes(config, make_plan(config, 4, 4), facts, None, LENGTHS, GIB)
         assert process.count == 4
         assert process.held["actor optimizer state"] == 8 * share
@@ -122,7 +122,7 @@ def test_ranks_share_what_is_sharded(model: Path) -> None:
         assert update.get("gathered weights", 0) == (strategy == "fsdp2") * 2 * (264 * 64 + 2 * layer)
         assert "holes of the last step" not in update  # of a CPU's heap
         assert not any("matrix products" in part for part in process.held)
-    settings = {"actor__world_size": 2, "actor__strategy": "fsdp2", "actor__auto_micro_batch": False}
+    settings = {"actor__world_size": 2, "actor__strategy": "fsdp2"}
     config = config_of(model, cluster__backend="ray", **settings)
     (process,) = processes(config, make_plan(config, 2, 0), facts, None, LENGTHS, GIB)
     update = process.stages["actor update"]

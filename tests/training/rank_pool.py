@@ -6,7 +6,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 import torch
 from step_cases import Policies, Shape, capture_gradients, load, make_batch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric, merge_all, reduce_metrics
@@ -33,6 +34,7 @@ from verl.training.optimizer import MasterWeights
 from verl.training.parallel import ALONE, Ranks, join_ranks, leave_ranks
 from verl.training.parallel_sharded import ShardedWeights, master_weights
 from verl.training.passes import Passes
+from verl.training.reference import Reference
 from verl.training.saving import load_trained, save_trained
 
 Outcome = tuple[dict[str, Tensor], dict[str, float]]
@@ -208,6 +210,91 @@ def no_memory(member: Member, rank: int) -> str:
 
     shape = Shape(prompt_lengths=[4], groups=[2], responses=[3, 2], seed=1)
     return Passes("actor", Limits(2, None, True), member.ranks, adapt=True)._adapted(make_batch(shape), run)
+
+
+class Trap(TorchDispatchMode):
+    """Memory runs out once, at the operator of this number, forward or backward, whatever it is.
+
+    Exchanges between ranks are no such operators, nor is the word with which they begin.
+    """
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left, self.open = at, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.open and func.namespace != "c10d":
+            self.left -= 1
+            if self.left == 0:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def trapped(at: int) -> Iterator[Trap]:
+    """Around everything that may be tried again: from the beginning of a pass to its last exchange."""
+    trap, adapted, summed = Trap(at), Passes._adapted, Ranks.summed
+
+    def closed(self: Ranks, values: Any, what: str) -> list[float]:
+        before, trap.open = trap.open, False
+        try:
+            return summed(self, values, what)
+        finally:
+            trap.open = before
+
+    def within(self: Passes, batch: DataProto, run: Any) -> Any:
+        with trap:
+            return adapted(self, batch, run)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Ranks, "summed", closed)
+        patched.setattr(Passes, "_adapted", within)
+        yield trap
+
+
+def adapting(member: Member, strategy: str, call: str, tokens: int, at: Mapping[int, float]) -> Any:
+    """A pass of a role with these limits, for which memory runs out on these ranks after so much of it has been done.
+
+    Returns:
+        The limits that are left, gradient, metrics and column; what the same pass gives afterwards, untroubled; and
+        whether memory did run out.
+    """
+    ranks = Ranks(member.ranks.rank, member.ranks.size, lockstep=True)
+    key = torch.float64, f"{strategy}, adapting"
+    if key not in member.models:
+        member.models[key] = load(member.folder, torch.float64, ranks, strategy == "fsdp2", adapt=True)
+    models, limits = member.models[key], Limits(None, tokens, True)
+    reference = PolicyModel(load_causal_lm(member.folder, torch.float64, attn_implementation=ATTENTION_NAME))
+    batch = make_batch(Shape(prompt_lengths=[4, 6, 3], groups=[4, 2, 3], responses=[5, 2, 7, 3, 6, 1, 9, 2, 4], seed=4))
+    denominators = count_denominators(batch.batch["response_mask"], FIXED_DIVISOR)
+
+    def done() -> Any:
+        config = ActorConfig(auto_micro_batch=True)
+        actor = Actor(models.policy, config, limits, TEMPERATURE, models.policy_weights)
+        critic = Critic(models.value, CriticConfig(), limits, models.value_weights, adapt=True)
+        frozen = Reference(reference, Passes("reference", limits, ranks, True, actor.weights.abandon), TEMPERATURE)
+        role = critic if "critic" in call else frozen if call == "full_kl" else actor
+        if call.startswith("update"):
+            gradient = capture_gradients(role.optimizer, role.weights)
+            metrics = floats(role.update(batch, denominators))
+            metrics = {name: m for name, m in metrics.items() if "timing" not in name}
+            return role.passes.limits.tokens, whole(role.weights, gradient), metrics
+        calls = {
+            "log_probs": lambda: actor.log_probs(batch),
+            "values of the critic": lambda: critic.values(batch),
+            "full_kl": lambda: frozen.full_kl(batch, models.policy),
+        }
+        columns = dict(calls[call]().tensors)
+        return role.passes.limits.tokens, columns, {}
+
+    done()  # what is worked out at first use is
+    with trapped(0) as counter:
+        done()
+    operators = -counter.left
+    place = max(1, round(operators * at[ranks.rank])) if ranks.rank in at else 0
+    with trapped(place) as trap:
+        found = done()
+    return found, done(), place > 0 and trap.left < 0
 
 
 def go_on(member: Member, strategy: str, source: Path | None, target: Path) -> dict[str, Tensor]:

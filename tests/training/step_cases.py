@@ -40,7 +40,7 @@ class WideNorm(LlamaRMSNorm):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-def load(folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, reshard: bool = True) -> Policies:
+def load(folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, reshard: bool = True, adapt: bool = False) -> Policies:
     """Sharded where the ranks go in lockstep."""
     policy = PolicyModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME))
     value = ValueModel(load_causal_lm(folder, dtype, attn_implementation=ATTENTION_NAME)).to(dtype)
@@ -49,7 +49,7 @@ def load(folder: Path, dtype: torch.dtype, ranks: Ranks = ALONE, reshard: bool =
             module.__class__ = WideNorm
     generator = torch.Generator().manual_seed(5)
     nn.init.normal_(value.value_head.weight, std=0.3, generator=generator)  # from zero nothing reaches the backbone
-    settings = dtype, Fp16Config(), ranks, torch.device("cpu"), reshard
+    settings = dtype, Fp16Config(), ranks, torch.device("cpu"), reshard, adapt
     return Policies(policy, master_weights(policy, *settings), value, master_weights(value, *settings))
 
 

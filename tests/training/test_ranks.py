@@ -15,13 +15,15 @@ from rank_pool import Member, Outcome, Pool, go_on, one_rank, started_pool
 from step_cases import Shape, distance, make_batch
 from test_split_law import MODES, WHOLE, actor_config, shapes
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from verl_process import listening
 
 from verl.algorithms.metric import reduce_metrics
 from verl.config import ActorConfig
-from verl.errors import OutOfMemoryError, RanksLostError
+from verl.errors import ConfigError, OutOfMemoryError, RanksLostError
 from verl.models.tiny import build_tiny
 from verl.protocol.files import read_safetensors
+from verl.training import parallel_sharded
 from verl.training.micro_batches import Limits
 from verl.training.parallel import Ranks
 
@@ -149,6 +151,40 @@ def test_memory_that_never_suffices_on_one_rank_is_told_by_that_rank(pools: dict
     assert found[1].what == "what did not fit"
 
 
+CALLS = ["log_probs", "update of the actor", "values of the critic", "update of the critic", "full_kl"]
+PLACES = [0.0, 0.09, 0.22, 0.36, 0.47, 0.58, 0.71, 0.83, 0.94, 1.0]  # of a pass
+KEPT = [("layers kept", call) for call in CALLS[:2]]
+
+
+@pytest.mark.parametrize(("strategy", "call"), [*(("fsdp2", call) for call in CALLS), *KEPT])
+def test_law_2_memory_that_runs_out_anywhere_in_a_pass_over_gathered_layers(
+    pools: dict[int, Pool], strategy: str, call: str
+) -> None:
+    """On one rank or on several at once, forward and backward, in whatever micro-batch: all ranks start over with half
+    the limit, and have to the bit what that limit gives; as they do afterwards, with the whole one."""
+    expected = {tokens: pools[2].each("adapting", strategy, call, tokens, {}) for tokens in (28, 14, 12)}
+    ways = [{rank: place} for place in PLACES for rank in (0, 1)] + [{0: 0.3, 1: 0.3}, {0: 0.8, 1: 0.2}]
+    for at in ways:
+        found = pools[2].each("adapting", strategy, call, 28, at)
+        assert any(answer[2] for answer in found), at
+        tokens = found[0][0][0]
+        assert tokens == 14 or (
+            tokens == 12 and len(at) == 2
+        )  # the other rank may run out in the pass that starts over
+        for rank, (troubled, after, _) in enumerate(found):
+            assert same(troubled, expected[tokens][rank][0]), (at, rank)
+            assert same(after, expected[28][rank][0]), (at, rank)
+    assert {tokens: answers[0][0][0] for tokens, answers in expected.items()} == {28: 28, 14: 14, 12: 12}
+    three = pools[3].each("adapting", strategy, call, 28, {2: 0.6})
+    assert [answer[0][0] for answer in three] == [14] * 3 and three[2][2]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Limits, tensors and metrics, to the bit."""
+    tensors = one[1].keys() == other[1].keys() and all(torch.equal(one[1][n], other[1][n]) for n in one[1])
+    return one[0] == other[0] and tensors and reduce_metrics(one[2]) == reduce_metrics(other[2])
+
+
 def test_an_error_of_ones_own_is_not_blamed_on_the_others() -> None:
     ranks = Ranks(1, 2)
     with pytest.raises(RuntimeError, match="out of memory"), ranks.waiting_for("a test"):
@@ -165,3 +201,11 @@ def test_a_rank_that_ends_is_noticed_at_once(small_dir: Path, tmp_path: Path) ->
         pool.send("exit_at_once", 1)
         answer = pool.receive(0, seconds=20.0)
     assert isinstance(answer, RanksLostError) and answer.what == "training rank 0 waited in vain for the others: a test"
+
+
+def test_an_old_torch_is_told_when_it_cannot_break_off_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel_sharded._require_reset()
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    with pytest.raises(ConfigError, match=r"actor\.auto_micro_batch cannot start a pass over") as caught:
+        parallel_sharded._require_reset()
+    assert "torch 2.13" in (caught.value.fix or "")

@@ -21,23 +21,14 @@ from verl.checkpoint.manifest import checkpoint_errors
 from verl.cluster.early_scoring import EarlyScoring, Listener
 from verl.cluster.placement import Group, whole_run
 from verl.cluster.profiling import Recorder, Span, recorded
+from verl.cluster.role_models import RoleModels
 from verl.cluster.threads import available_cores, stand_where_the_run_was_started
 from verl.cluster.weight_sync import Meeting, Participant, Weights, exported
-from verl.config import BatchPlan, Config, SupervisedConfig
+from verl.config import Config, SupervisedConfig
 from verl.errors import ConfigError
-from verl.models.attention import ATTENTION_NAME
 from verl.models.flops import TRAINING, forward_flops, peak_flops
-from verl.models.loading import (
-    is_classifier,
-    load_causal_lm,
-    load_classifier,
-    load_tokenizer,
-    resolve_model,
-    save_hf_files,
-    stop_ids,
-)
+from verl.models.loading import load_tokenizer, resolve_model, save_hf_files, stop_ids
 from verl.models.memory import descendants, held_memory
-from verl.models.policy import PolicyModel, ValueModel, enable_checkpointing
 from verl.protocol import DataProto
 from verl.protocol.files import write_safetensors
 from verl.rewards.scorer import RuleScorer
@@ -47,12 +38,9 @@ from verl.rollout.parity import ParityReport, compare, probe_requests
 from verl.rollout.protocol import BIT_PARITY, EngineStats, Request, Result, generate
 from verl.training.actor import Actor
 from verl.training.critic import Critic
-from verl.training.micro_batches import Limits
 from verl.training.optimizer import MasterWeights, Optimizer
 from verl.training.parallel import Ranks, join_ranks
-from verl.training.parallel_sharded import master_weights
 from verl.training.passes import Passes
-from verl.training.reference import Reference
 from verl.training.reward_model import load_reward_model
 from verl.training.saving import load_trained, trained_writer
 
@@ -99,31 +87,24 @@ class Worker:
         device = self._device or choose_device(config)
         if self._ranks.size > 1:
             join_ranks(self._ranks, self._meeting, config.cluster.collective_timeout, device)
-        dtype = getattr(torch, config.model.dtype)
-        actor_limits = limits_of(config.actor_batch(1), config)
+        models = RoleModels(config, self._ranks, device)
+        weights = None
         if "actor" in roles:
-            policy, weights = self._load_actor(dtype, device)
+            policy, weights = models.trained_policy()
         if "reference" in roles:
-            self._reference = self._load_reference(dtype, device, actor_limits)
-        if "actor" in roles:
-            self._actor = Actor(
-                policy,
-                config.actor,
-                actor_limits,
-                config.rollout.temperature,
-                weights,
-                config.algorithm.rollout_correction,
-                self._reference.policy if "reference" in roles else None,
-            )
+            self._reference = models.reference(weights)
+        if weights is not None:
+            self._actor = models.actor(policy, weights, self._reference if "reference" in roles else None)
         self._tokenizer = tokenizer = load_tokenizer(*config.tokenizer)
         if "rollout" in roles:
-            own = PolicyModel(self._load(dtype, device)).requires_grad_(False) if weights.sharded else policy
+            assert weights is not None
+            own = models.policy().requires_grad_(False) if weights.sharded else policy
             limits = EngineLimits.of_run(config.rollout, config.data, self._ranks.size)
             ends = stop_ids(config.model.path, tokenizer)
             self._engine = make_engine(EngineContext(own, tokenizer, ends, limits, config))
             self._engine_policy = own
         if "critic" in roles:
-            self._critic = self._load_critic(dtype, device)
+            self._critic = models.critic()
         if "reward" in roles and self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
             model = load_reward_model(config, device, tokenizer, roles == {"reward"})
             self._scorer = RuleScorer(config.reward, tokenizer.decode, self._reward, model)
@@ -134,45 +115,6 @@ class Worker:
         requests = self.parity_probe()
         report = self.compare(requests, self.generate(requests, None))
         return replace(report, decoding=getattr(self._engine, "decoding", ""))  # an engine of one's own may be silent
-
-    def _load_actor(self, dtype: torch.dtype, device: torch.device) -> tuple[PolicyModel, MasterWeights]:
-        policy = PolicyModel(self._load_trained(device))
-        return policy, self._master_weights(policy, dtype, device)
-
-    def _load_reference(self, dtype: torch.dtype, device: torch.device, actor_limits: Limits) -> Reference:
-        rows, tokens = self._config.reference_batch()
-        limits = Limits(rows, tokens, actor_limits.share_prompts)
-        policy = PolicyModel(self._load(dtype, device))
-        passes = Passes("reference", limits, self._ranks, self._config.actor.auto_micro_batch)
-        return Reference(policy, passes, self._config.rollout.temperature)
-
-    def _load_critic(self, dtype: torch.dtype, device: torch.device) -> Critic:
-        config = self._config
-        model = ValueModel(self._load_trained(device, critic=True))
-        weights = self._master_weights(model, dtype, device)
-        limits = limits_of(config.critic_batch(1), config)
-        return Critic(model, config.critic, limits, weights, config.actor.auto_micro_batch)
-
-    def _master_weights(
-        self, role: PolicyModel | ValueModel, dtype: torch.dtype, device: torch.device
-    ) -> MasterWeights:
-        config = self._config
-        return master_weights(role, dtype, config.model.fp16, self._ranks, device, config.actor.reshard_after_forward)
-
-    def _load_trained(self, device: torch.device, critic: bool = False) -> PreTrainedModel:
-        """In float32; where the ranks will share it out, in main memory first."""
-        return self._load(torch.float32, torch.device("cpu") if self._ranks.lockstep else device, critic)
-
-    def _load(self, dtype: torch.dtype, device: torch.device, critic: bool = False) -> PreTrainedModel:
-        config, settings = self._config, self._config.model
-        load, path, trusted = load_causal_lm, settings.path, settings.trust_remote_code
-        if critic:
-            path, trusted = config.critic_model_path, config.critic_code_trusted
-            load = load_classifier if is_classifier(path) else load_causal_lm
-        model = load(path, dtype, trusted, attn_implementation=ATTENTION_NAME).to(device)
-        if settings.enable_gradient_checkpointing:
-            enable_checkpointing(model)
-        return model
 
     # rollout -------------------------------------------------------------------------------------------------------
 
@@ -402,11 +344,3 @@ def choose_device(config: Config | SupervisedConfig) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() and config.trainer.n_gpus_per_node != 0 else "cpu"
     return torch.device(wanted)
-
-
-def limits_of(plan: BatchPlan, config: Config) -> Limits:
-    """What one forward of a trained role may hold."""
-    sharing = config.actor.prefix_sharing
-    return Limits(
-        plan.micro_batch_rows, plan.max_tokens, sharing == "on" or (sharing == "auto" and config.rollout.n > 1)
-    )

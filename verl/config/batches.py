@@ -174,10 +174,6 @@ def _world_size_problems(config: Config) -> Iterator[Problem]:
             value = f"{number} processes, {nodes(config, name)} machines"
             fix = "give a multiple (actor.world_size and processes count those of all machines)"
             yield Problem(f"each machine of the pool {name} must have as many of its processes", value, fix)
-    if set(many.values()) != {1} and config.actor.strategy == "fsdp2" and config.actor.auto_micro_batch:
-        what = "actor.auto_micro_batch cannot start a pass over whose layers are gathered from all ranks"
-        lower = "set actor.auto_micro_batch=false and lower actor.ppo_max_token_len_per_gpu"
-        yield Problem(what, "actor.strategy=fsdp2", f"{lower}, or actor.strategy=replicate")
     if cluster.backend == "inline" and max(number or 1 for number in many.values()) > 1:
         asked = ", ".join(f"{role}: {number} ranks" for role, number in many.items() if (number or 1) > 1)
         keys = f"actor.world_size={config.actor.world_size}, trainer.nnodes={trainer.nnodes}"

@@ -372,7 +372,7 @@ def smaller(config: Config, ranks: int) -> Iterator[list[str]]:
     else:
         caches = [[], *([f"rollout.max_num_seqs={size}"] for size in _halves(running))]
     sizes[0] = []
-    sharding = [[], ["actor.strategy=fsdp2", "actor.auto_micro_batch=false"]]
+    sharding = [[], ["actor.strategy=fsdp2"]]
     for shard in sharding[: 1 + (ranks > 1 and actor.strategy != "fsdp2")]:
         for saving in [[], ["model.enable_gradient_checkpointing=true"]][
             : 2 - config.model.enable_gradient_checkpointing

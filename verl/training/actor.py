@@ -51,7 +51,7 @@ class Actor:
     ) -> None:
         self.policy, self.weights = policy, weights
         self._config, self._temperature = config, temperature
-        self.passes = Passes("actor", limits, weights.ranks, config.auto_micro_batch)
+        self.passes = Passes("actor", limits, weights.ranks, config.auto_micro_batch, weights.abandon)
         self._correction = correction or RolloutCorrectionConfig()
         self._loss = POLICY_LOSSES["gpg"] if self._correction.reinforce else find_policy_loss(config.policy_loss)
         self._reference = reference if config.use_kl_loss and is_full(config.kl_loss_type) else None

@@ -29,7 +29,7 @@ class Critic:
     ) -> None:
         self.model, self.weights = model, weights
         self._config = config
-        self.passes = Passes("critic", limits, weights.ranks, adapt)
+        self.passes = Passes("critic", limits, weights.ranks, adapt, weights.abandon)
         self.optimizer = Optimizer("critic", weights, config.optim, config.grad_clip)
 
     def values(self, batch: DataProto) -> DataProto:

@@ -121,6 +121,9 @@ class MasterWeights:
             found.append(master.detach().reshape(-1)[-before % every :: every])
         return torch.cat(found)
 
+    def abandon(self) -> None:
+        """After a pass that was broken off somewhere, on all ranks: the next one begins as if there had been none."""
+
     def before_backward(self, last: bool) -> None:
         """Told of every backward pass, and which one is the last of the optimizer step."""
 

@@ -25,6 +25,10 @@ IN_FLIGHT = 4
 _SAID_OF_OTHERS = ("gloo", "NCCL", "Wait timeout")  # in errors that have no class of their own
 
 
+class PassAbandonedError(Exception):
+    """All ranks are leaving a pass through a batch, since one of the others has no memory for it."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Alone (``size`` 1), nothing is exchanged and no process group exists.
@@ -71,6 +75,16 @@ class Ranks:
     def any(self, flag: bool, what: str) -> bool:
         """Whether any rank says so."""
         return self.summed([float(flag)], what)[0] > 0
+
+    def go_on(self, what: str) -> None:
+        """Before an exchange in the middle of a pass: every rank says that it is there.
+
+        Raises:
+            PassAbandonedError: another has no memory for its micro-batch. It takes part in this word instead of the
+                exchange, so that all ranks leave the pass at the same place, whatever came first.
+        """
+        if self.any(False, what):
+            raise PassAbandonedError(what)
 
     def require_same(self, tensors: Mapping[str, Tensor], what: str) -> None:
         """Compare a checksum of these tensors over all ranks.

@@ -16,11 +16,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from verl.config.schema_data import Fp16Config
+from verl.errors import ConfigError
 from verl.models.policy import PolicyModel, ValueModel, follow_row_rule
 from verl.models.rows import forget_packed
 from verl.models.support import check_support
 from verl.training.optimizer import MasterWeights
 from verl.training.parallel import Ranks
+
+# torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def master_weights(
@@ -30,10 +35,11 @@ def master_weights(
     ranks: Ranks,
     device: torch.device,
     reshard: bool = True,
+    adapt: bool = False,
 ) -> MasterWeights:
     """Those of a model loaded in float32; sharded where the ranks go in lockstep (``actor.strategy=fsdp2``)."""
     if ranks.lockstep:
-        return ShardedWeights(role, compute_dtype, fp16, ranks, device, reshard)
+        return ShardedWeights(role, compute_dtype, fp16, ranks, device, reshard, adapt)
     if isinstance(role, PolicyModel):
         return MasterWeights(role.model, compute_dtype, None, fp16, ranks)
     return MasterWeights(role, compute_dtype, lambda name: not name.startswith("value_head"), fp16, ranks)
@@ -50,6 +56,10 @@ class ShardedWeights(MasterWeights):
         role: whose forward is called, loaded in float32; on any device.
         device: to compute on.
         reshard: layers are given up between forward and backward, and gathered again.
+        adapt: a pass for which one rank has no memory can be broken off on all of them (:meth:`abandon`).
+
+    Raises:
+        ConfigError: ``adapt``, and this torch cannot do it.
     """
 
     sharded = True
@@ -62,6 +72,7 @@ class ShardedWeights(MasterWeights):
         ranks: Ranks,
         device: torch.device,
         reshard: bool,
+        adapt: bool = False,
     ) -> None:
         named: nn.Module = role.model if isinstance(role, PolicyModel) else role
         decoder = role.model if isinstance(role, PolicyModel) else role.backbone
@@ -80,6 +91,10 @@ class ShardedWeights(MasterWeights):
         for module in self._fsdp:  # plain sums: losses are addends already
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if adapt:
+                _require_reset()
+                module.set_custom_all_gather(_Gather(ranks))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_ReduceScatter(ranks))  # type: ignore[arg-type]
         super().__init__(nn.Module(), compute_dtype, None, fp16, ranks)
         self._compute_dtype = compute_dtype
         self._parameters: dict[str, DTensor] = dict(named.named_parameters())  # type: ignore[arg-type]
@@ -90,6 +105,17 @@ class ShardedWeights(MasterWeights):
         """What is still whole was made of the masters before their step."""
         for module in self._fsdp:
             module.reshard()
+
+    def abandon(self) -> None:
+        """Layers that were whole are given up, and so are gradients of earlier micro-batches, which FSDP keeps."""
+        states: list[Any] = [module._get_fsdp_state() for module in self._fsdp]
+        if states[0]._is_root is None:  # there was no forward yet
+            return
+        self._fsdp[0].reset_iter_state()
+        for parameter in [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
     def before_backward(self, last: bool) -> None:
         for module in self._fsdp:
@@ -122,14 +148,49 @@ class ShardedWeights(MasterWeights):
         if len(part) < share:
             part = torch.cat([part, part.new_zeros(share - len(part), *rest)])
         whole = part.new_empty(self.ranks.size * share, *rest)
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
         with self.ranks.waiting_for(f"all parts of {name}"):
-            all_gather(whole, part)
+            _all_gather(whole, part)
         return whole[:rows]
 
     def rows(self, shape: Sequence[int]) -> slice:
         share = -(-shape[0] // self.ranks.size)
         return slice(*(min(share * rank, shape[0]) for rank in (self.ranks.rank, self.ranks.rank + 1)))
+
+
+class _Exchange:
+    """One of FSDP's, which begins when every rank has memory for it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Exchange):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._ranks.go_on("word that all have memory for a layer's weights")
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Exchange):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        self._ranks.go_on("word that all have memory for a layer's gradients")
+        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def _require_reset() -> None:
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ConfigError(
+            "actor.auto_micro_batch cannot start a pass over whose layers are gathered from all ranks, with this torch",
+            torch.__version__,
+            "install torch 2.13 or newer; or set actor.auto_micro_batch=false and lower "
+            "actor.ppo_max_token_len_per_gpu; or actor.strategy=replicate",
+        )
 
 
 def _settle_rows(

@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.run_dir import write_atomic
 from verl.training.micro_batches import Limits, MicroBatch, micro_batches
 from verl.training.optimizer import Optimizer
-from verl.training.parallel import ALONE, Ranks
+from verl.training.parallel import ALONE, PassAbandonedError, Ranks
 
 T = TypeVar("T")
 Metrics = dict[str, Metric]
@@ -36,14 +36,22 @@ class Passes:
         limits: of one micro-batch.
         ranks: that share the rows of every batch.
         adapt: when memory runs out, all ranks halve their limits and start the pass over (``auto_micro_batch``).
+        abandon: makes the model ready for another pass after one that was broken off.
 
     Attributes:
         whole_tokens, packed_tokens: of all rows that optimizer steps went through on this rank, each counted whole,
             and as they were packed: with a group's prompt once.
     """
 
-    def __init__(self, role: str, limits: Limits, ranks: Ranks = ALONE, adapt: bool = False) -> None:
-        self.role, self.limits, self.ranks, self.adapt = role, limits, ranks, adapt
+    def __init__(
+        self,
+        role: str,
+        limits: Limits,
+        ranks: Ranks = ALONE,
+        adapt: bool = False,
+        abandon: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.role, self.limits, self.ranks, self.adapt, self._abandon = role, limits, ranks, adapt, abandon
         self.whole_tokens = self.packed_tokens = 0
         self._configured = limits
 
@@ -124,27 +132,44 @@ class Passes:
         return merge_all([*parts, found] if self.ranks.rank == 0 else parts)
 
     def _adapted(self, batch: DataProto, run: Callable[[], T]) -> T:
-        """Run to the end on all ranks; again with smaller micro-batches where the memory of one does not suffice."""
+        """Run to the end on all ranks; again with smaller micro-batches where the memory of one does not suffice.
+
+        Where layers are gathered from all ranks, the others are in the middle of the pass, and hear of it at their next
+        exchange (:meth:`Ranks.go_on`), to which the word of the one that failed belongs; else at the end of theirs.
+        """
         what = f"a pass of the {self.role}"  # whose layers are gathered from all ranks where they are sharded
         if not self.adapt:
             with self.ranks.waiting_for(what):
                 return run()
         while True:
             failure: OutOfMemoryError | None = None
+            told = False
             try:
                 with self.ranks.waiting_for(what):
                     result = run()
-            except OutOfMemoryError as error:
-                failure = error.with_traceback(None)  # its frames hold the tensors that are to make room
+            except (OutOfMemoryError, RuntimeError, MemoryError) as error:
+                failure = self._failure(error).with_traceback(None)  # its frames hold the tensors that are to make room
                 failure.__cause__ = failure.__context__ = None
-            if not self.ranks.any(failure is not None, f"word that the {self.role}'s pass fits into memory"):
+            except PassAbandonedError:
+                told = True
+            word = f"word that the {self.role}'s pass fits into memory"
+            if not told and not self.ranks.any(failure is not None, word):
                 return result
+            self._abandon()
             smaller = _halved(self.limits, batch)
             if smaller == self.limits:
                 raise failure or RanksLostError(f"another training rank has no memory for one row of the {self.role}")
             self.limits = smaller
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+
+    def _failure(self, error: Exception) -> OutOfMemoryError:
+        """What went wrong within a micro-batch, or between two of them."""
+        if isinstance(error, OutOfMemoryError):
+            return error
+        if not is_out_of_memory(error):
+            raise error
+        return OutOfMemoryError(f"not enough memory for a batch of the {self.role}", first_line(error))
 
     def _watched(self, part: MicroBatch) -> AbstractContextManager[None]:
         role = "actor" if self.role == "reference" else self.role
