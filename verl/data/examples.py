@@ -84,7 +84,6 @@ class ExampleDataset:
                 "margins": torch.tensor(self.margins[list(places)]).repeat_interleave(n),
             },
             non_tensors={"uid": [uid for uid in uids for _ in range(n)]},
-            meta_info={},
         )
 
 

@@ -1,4 +1,4 @@
-"""Which rows go through the model together: the plan of micro-batches.
+"""Which rows go to which rank, and which go through the model together: the plan of micro-batches.
 
 Pure arithmetic on lengths. The plan never changes a result (law 2); it only decides memory and speed.
 """

@@ -163,7 +163,8 @@ def prepare_all(
 
 
 class _Worker:
-    """One process, and the two pipes to it."""
+    """One process and the two pipes to it: a plain ``python -m``, so that nothing of the program that started it (a
+    notebook, ``python -c``) is run again in it. It ends when its input does, also when its parent was killed."""
 
     def __init__(self) -> None:
         self._stuck = False
@@ -245,8 +246,6 @@ def _send(out: IO[bytes], answer: dict[str, Any]) -> None:
 def work(commands: IO[bytes], out: IO[bytes]) -> None:
     """Serve one parent: first the job, then chunks, until ``commands`` ends."""
     try:
-        from verl.config import DataConfig
-
         job = json.loads(commands.readline() or "null")
         if job is None:
             return

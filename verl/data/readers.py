@@ -1,6 +1,6 @@
-"""Rows of JSON lines, JSON lists and CSV, one after another in bounded memory.
+"""Rows of JSON lines, JSON lists and CSV, and record batches of parquet and Arrow files, checked, in bounded memory.
 
-Each row comes as the bytes of one JSON object, exactly as the file has it (what JSON can hold and Arrow's columns
+A row of text comes as the bytes of one JSON object, exactly as the file has it (what JSON can hold and Arrow's columns
 cannot, such as one key with text here and a number there, survives). A row that cannot be used comes with the reason
 instead; a file that ends in the middle of a row is cut, and refused as a whole.
 """

@@ -139,8 +139,12 @@ class Conversation:
 
 class Renderer:
     """Conversations to ids, for one tokenizer. ``ends``: token ids that end a response; the tokenizer's EOS token is
-    set behind a response that the chat template (or plain text) leaves without one. ``template_kwargs``: passed on to
-    the chat template."""
+    set behind a response that the chat template (or plain text) leaves without one.
+
+    The ids before an assistant's turn are those of the prompt that the engine would get there, checked by rendering
+    prefix by prefix; the turn's own reach up to its end token, which is trained too. What a template writes behind the
+    last end token (a line break) is no part of it: nothing samples it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], template_kwargs: dict[str, Any]):
         self._tokenizer, self._ends, self._kwargs = tokenizer, frozenset(ends), template_kwargs

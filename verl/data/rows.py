@@ -117,8 +117,6 @@ def find_columns(
     """Where a command finds prompt and ground truth: by option, else under the usual names; None: nowhere. Returns
     both, and a configuration that reads rows so. Without any ground truth the prompt stands in for it. Raises
     DataError: an option names a column that is not there."""
-    from verl.config import DataConfig
-
     for name, option in ((prompt_key, "--prompt-key"), (answer_key, "--answer-key")):
         if name is not None and name not in columns:
             raise no_column(option, name, columns)

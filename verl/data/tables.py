@@ -1,4 +1,5 @@
-"""A data file as a table of rows in memory-mapped Arrow: of any size, read row by row, never whole in memory.
+"""From what a user names (files, patterns, folders) to tables of rows in memory-mapped Arrow: of any size, read row by
+row, never whole in memory.
 
 A file is converted once, in one pass and bounded memory, into an Arrow file that is then mapped. Conversions of small
 files are kept in memory; those of larger ones in the cache folder (:mod:`verl.data.cache`).

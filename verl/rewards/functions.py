@@ -239,8 +239,9 @@ SHOWN = 200  # characters of an answer in a reason
 
 
 class Judge(Reward):
-    """Asks the endpoint about each response, ``max_concurrency`` at a time; a :class:`verl.rewards.functions.Reward`.
-    ``sleep``: waits so many seconds. Raises RewardError: the environment variable with the key is not set."""
+    """A language model behind an OpenAI-compatible endpoint: asked about each response, ``max_concurrency`` at a time,
+    and a number is read out. No number, or no answer, is a counted failure, never a zero. Raises RewardError: the
+    environment variable with the key is not set."""
 
     def __init__(self, config: JudgeConfig, sleep: Callable[[float], None] = time.sleep) -> None:
         assert config.base_url is not None

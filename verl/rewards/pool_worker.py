@@ -25,7 +25,11 @@ _HEADER = struct.Struct("!I")
 
 
 class Channel:
-    """One end of a stream socket, which it owns. A message: its length (uint32, network order), then its JSON."""
+    """One end of a stream socket, which it owns. A message: its length (uint32, network order), then its JSON.
+
+    A worker may be in the hands of a program that a model wrote. So what comes from one is bounded in size, is never
+    waited for in the middle of a message, runs no code when it is read, and is checked before it is believed.
+    """
 
     def __init__(self, own: socket.socket) -> None:
         self._socket, self._got = own, bytearray()

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.config.names import did_you_mean, matches
+from verl.data.typed_json import load_typed
 from verl.errors import RewardError
 from verl.rewards.code import code
 from verl.rewards.maths import LONGEST, clean, same
@@ -295,8 +296,6 @@ def reasoning_gym(response_text: str, ground_truth: Any, extra_info: dict[str, A
     The answer is the content of the last ``<answer>...</answer>``, else the whole response; white space at its ends is
     dropped and nothing else is.
     """
-    from verl.data.typed_json import load_typed
-
     extra = extra_info or {}
     if "task" not in extra or "metadata" not in extra:
         raise RewardError(
@@ -318,7 +317,6 @@ def reasoning_gym(response_text: str, ground_truth: Any, extra_info: dict[str, A
 @lru_cache(maxsize=256)
 def _reasoning_scorer(task: str, options: str) -> Callable[[str, dict[str, Any]], float]:
     from verl.data.generate import reasoning_gym_dataset
-    from verl.data.typed_json import load_typed
 
     # Some scorers read the task's configuration (tolerances), so they get the one that the problem was made with.
     return reasoning_gym_dataset(task, load_typed(options), size=1, seed=0).score_answer

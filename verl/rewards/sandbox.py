@@ -174,6 +174,8 @@ def end_all_of(uid: int) -> None:
     subprocess.run([sys.executable, "-S", "-c", end], stderr=subprocess.DEVNULL, timeout=GRACE, check=False)
 
 
+# --- values that a program sent out, read as hostile data: nothing here costs much more than their length -------------
+
 MOST_HASHED = 5000  # items with hashes that a program can choose; equal hashes make sets and dicts quadratic
 
 
