@@ -41,6 +41,7 @@ def test_one_step_is_done_again_where_the_last_state_is_in_memory(
             trained.append(step)
             if trained.count(step) == 1 and step + 1 == dies_in:
                 update(batch, roles, config, rates, step, *rest)  # whose weights are lost with the step
+                RunDir(tmp_path / name).wishes.write_text('{"rollout_workers": 3}')
                 raise WorkerDiedError("the worker died", "signal 9", "start again")
             return update(batch, roles, config, rates, step, *rest)
 
@@ -56,6 +57,7 @@ def test_one_step_is_done_again_where_the_last_state_is_in_memory(
     for name, save_freq in (("saved", 2), ("unsaved", -1)):
         found = run(name, save_freq, dies_in=4)
         assert trained == [0, 1, 2, 3, 3, 4]
+        assert RunDir(found).wished_workers() == 3  # what the user asked for in this command still holds
         lines = [{**line, "training/restarts": 0} for line in computed(found)]
         assert lines == computed(whole) and computed(found)[-1]["training/restarts"] == 1
         assert CheckpointStore(tmp_path / "memory" / name).steps() == [4]

@@ -62,7 +62,8 @@ def take_up(
     start = checkpoint.step if checkpoint else 0
     run_dir.truncate_after(start if checkpoint else -1)
     store.drop_newer_than(start)
-    run_dir.wishes.unlink(missing_ok=True)
+    if again is None:
+        run_dir.wishes.unlink(missing_ok=True)  # of an earlier command
     write_atomic(run_dir.config, dump_yaml(config))
     run_dir.log_event("resumed" if checkpoint else "started", "run", f"step {start} of {total_steps}", start)
     return False, checkpoint
