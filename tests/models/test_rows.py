@@ -180,12 +180,28 @@ def noisy(changes: bool, in_blocks: bool) -> object:
 )
 def test_the_probe_tells(all_rows: bool, in_blocks: bool, expected: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "linear_rows", noisy(all_rows, in_blocks))
+    monkeypatch.setattr(rows, "_batches_keep_bits", lambda dtype: True)
     assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4))) == expected
+
+
+@pytest.mark.parametrize("inputs", [64, 575])
+def test_what_the_probe_looks_at_shows_the_order_of_sums(inputs: int) -> None:
+    weight = rows.telling_weight(torch.Size([1000, inputs]), torch.bfloat16)
+    x = rows.telling_rows(weight, 16)
+    exact = F.linear(x.double(), weight.double())
+    assert weight.shape == (1000, inputs) and exact.abs().max() == 0.0
+    terms = x.float()[:, None] * weight.float()[:100]
+    forth, back = torch.zeros(16, 100), torch.zeros(16, 100)
+    for i in range(inputs):
+        forth += terms[..., i]
+        back += terms[..., inputs - 1 - i]
+    assert (forth != back).float().mean() > 0.4
 
 
 def test_conv1d_is_probed_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(rows, "_keeps_bits", lambda weight, *_: shapes.append(tuple(weight.shape)) or True)
+    monkeypatch.setattr(rows, "_batches_keep_bits", lambda dtype: dtype == torch.float32)
     assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4), nn.Linear(8, 4))).proven
     assert shapes == [(4, 8), (2, 4)]  # (out, in), each shape once
 

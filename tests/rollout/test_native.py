@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from verl.errors import EngineError
 from verl.models.native import build
 from verl.models.native.build import Product, Unavailable, find_product
 from verl.models.policy import PolicyModel
+from verl.models.rows import PACKED, linear_rows, telling_rows, telling_weight
 from verl.rollout import embedded
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.protocol import Request, Result, generate
@@ -202,13 +204,33 @@ def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_product_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong width or chunk gives other bits, so that nothing but the right one is taken."""
     policy = policy_of("llama")
-    weight = policy.model.model.layers[0].mlp.gate_proj.weight
-    right = find_product(weight, policy.rows)
+    shape = policy.model.model.layers[0].mlp.gate_proj.weight.shape
+    right = find_product(shape, policy.rows)
     assert (right.width, right.chunk) in [(width, chunk) for width in build.WIDTHS for chunk in (96, 64, 32)]
     monkeypatch.setattr(build, "WIDTHS", tuple({16, 32, 64} - {right.width}))
     with pytest.raises(Unavailable, match="order of its own"):
-        find_product(weight, policy.rows)
+        find_product(shape, policy.rows)
     assert isinstance(right, Product)
+
+
+@needs_avx512_bf16
+def test_a_sum_that_begins_anew_near_its_end_is_noticed() -> None:
+    """Of 192 outputs of 576 random inputs one in 100,000 differs, as its last 64 inputs are summed apart or not."""
+    shape = torch.Size([192, 576])
+    right, other = find_product(shape, PACKED), {}
+    weight = telling_weight(shape, torch.bfloat16)
+    x = telling_rows(weight, 64)
+    _, place = build.laid_out(weight, PACKED)
+    for chunk in (right.chunk, 512 if right.chunk != 512 else 576):
+        other[chunk] = torch.empty(64, 192, dtype=torch.bfloat16)
+        sizes = [ctypes.c_int64(size) for size in (64, 576, 192)]
+        how = Product(right.width, chunk)
+        build.library().one_linear(
+            build.address(x), ctypes.c_void_p(place), None, build.address(other[chunk]), *sizes, how
+        )
+    first, second = other.values()
+    assert torch.equal(first, linear_rows(x, weight, None, PACKED))
+    assert (first != second).float().mean() > 0.5
 
 
 @needs_avx512_bf16

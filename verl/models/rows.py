@@ -33,9 +33,11 @@ BLOCK = 64
 PACKED_BLOCK = 128
 PROBE_ROWS = (*range(8, 136, 8), 136, 264, 520, 1032)
 LARGE = (256, 512, 1024, 2048, 4096)
-PROOF = 2**17  # results that are looked at: another order of sums shows in about one of 10,000
+PROOF = 2**14  # results that are looked at: another order of sums shows in most of :func:`telling`'s
+TOLD = 512  # outputs with weights of their own
 LARGEST = 2**34  # multiply-adds of a call beyond which larger ones gain nothing
 MANY = 64  # rows that a weight is laid out for; oneDNN knows two layouts, this one and the one for a single row
+HEADS, KEYS = (32, 64, 128), 128  # sizes of heads and keys of a block for which batched matmuls are looked at
 # Rows from which on kernels agree about a weight laid out for many: all of them, or those that fill tiles of AMX.
 LEAST_ROWS = (8, 40)
 
@@ -198,6 +200,7 @@ def apply_row_rule(model: nn.Module, rule: RowRule) -> None:
             module.__class__, module.row_rule = _RowConv1D, rule  # type: ignore[assignment]
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def choose_row_rule(model: nn.Module, dtype: torch.dtype | None = None) -> RowRule:
     """The cheapest rule under which the rows of every linear shape of this model keep their bits on this machine.
@@ -207,18 +210,20 @@ def choose_row_rule(model: nn.Module, dtype: torch.dtype | None = None) -> RowRu
     Args:
         dtype: that the layers will compute in; None: that of their weights.
     """
-    weights = {
-        torch.Size(m.weight.shape if isinstance(m, nn.Linear) else m.weight.shape[::-1]): (
-            m.weight if isinstance(m, nn.Linear) else m.weight.T
-        )
-        for m in model.modules()
-        if isinstance(m, nn.Linear | Conv1D)
-    }
-    if any(weight.device.type != "cpu" for weight in weights.values()):
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D)]
+    if any(layer.weight.device.type != "cpu" for layer in layers):
         return ALL_ROWS
-    found = _probe({shape: weight.to(dtype or weight.dtype) for shape, weight in weights.items()})
+    weights: Weights = {}
+    for layer in layers:
+        shape = torch.Size(layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1])
+        if shape not in weights:
+            weight = telling_weight(shape, dtype or layer.weight.dtype)
+            weights[shape] = weight if isinstance(layer, nn.Linear) else weight.T.contiguous().T  # as it lies
+    found = _probe(weights)
     # Experts keep their matrices stacked and see as many rows as tokens chose them: no rule reaches them.
-    return replace(found, proven=found.proven and all(parameter.dim() < 3 for parameter in model.parameters()))
+    plain = all(parameter.dim() < 3 for parameter in model.parameters())
+    batches = all(_batches_keep_bits(kind) for kind in {weight.dtype for weight in weights.values()})
+    return replace(found, proven=found.proven and plain and batches)
 
 
 Weights = dict[torch.Size, Tensor]  # one of each shape
@@ -260,7 +265,7 @@ def _largest_call(weight: Tensor, rule: RowRule, threads: list[int]) -> int:
     for rows in LARGE:
         if rows * weight.numel() > LARGEST:
             break
-        x = _some_rows(weight, max(rows, -(-PROOF // weight.shape[0] // rows) * rows))
+        x = telling_rows(weight, max(rows, -(-PROOF // weight.shape[0] // rows) * rows))
         blocks = linear_rows(x, weight, None, rule)
         for count in threads:
             torch.set_num_threads(count)
@@ -270,8 +275,30 @@ def _largest_call(weight: Tensor, rule: RowRule, threads: list[int]) -> int:
     return largest
 
 
-def _some_rows(weight: Tensor, rows: int) -> Tensor:
-    return torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+@torch.inference_mode(False)
+def telling_weight(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A weight (O, H) that makes nothing but rounding errors of :func:`telling_rows`.
+
+    Each input is there twice, with weights of opposite sign: what is left shows any other order of the sums, which in a
+    sum of its own size would be rounded off mostly.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(min(shape[0], TOLD), shape[1] // 2, generator=generator)
+    weight = _twice(weight, -weight, shape[1]).to(dtype)
+    return weight.repeat(-(-shape[0] // TOLD), 1)[: shape[0]]
+
+
+def telling_rows(weight: Tensor, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    shape = rows, weight.shape[1] // 2
+    x = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-3, 4, shape, generator=generator)
+    return _twice(x, x, weight.shape[1]).to(weight.dtype)
+
+
+def _twice(one: Tensor, other: Tensor, width: int) -> Tensor:
+    """Columns of both in a random order, filled up with zeros."""
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(2))
+    return F.pad(torch.cat([one, other], 1), (0, width % 2))[:, order]
 
 
 def _can_pack(weights: Iterable[Tensor]) -> bool:
@@ -284,9 +311,42 @@ def _can_pack(weights: Iterable[Tensor]) -> bool:
     )
 
 
+def _product_of_each(x: Tensor, y: Tensor, batch: int = 3) -> Tensor:
+    return torch.bmm(*(part.expand(batch, -1, -1).contiguous() for part in (x, y)))[0]
+
+
+@lru_cache
+@torch.inference_mode(False)
+@torch.no_grad()
+def _batches_keep_bits(dtype: torch.dtype) -> bool:
+    """Whether attention's batched matmuls give a row the same bits beside any others, and beside keys that count 0.
+
+    MKL promises it on Intel's CPUs alone; see :mod:`verl.models.attention` for what is asked of it.
+    """
+    for size in HEADS:
+        keys, values = (
+            telling_weight(torch.Size([KEYS, size]), dtype),
+            telling_weight(torch.Size([size, KEYS]), dtype).T,
+        )
+        queries, probs, values = telling_rows(keys, MANY), telling_rows(values.T, MANY), values.contiguous()
+        scores, outs = _product_of_each(queries, keys.T), _product_of_each(probs, values)
+        for rows, count in product((8, 24), (32, KEYS)):
+            part = probs[:rows].clone()
+            part[:, count:] = 0
+            pairs = (
+                (_product_of_each(queries[:rows], keys[:count].T, 1), scores[:rows, :count]),
+                (_product_of_each(keys[:count], queries[:rows].T, 1).T, scores[:rows, :count]),
+                (_product_of_each(part, values, 1), _product_of_each(part[:, :count], values[:count], 1)),
+                (_product_of_each(probs[:rows], values, 1), outs[:rows]),
+            )
+            if not all(torch.equal(one, other) for one, other in pairs):
+                return False
+    return True
+
+
 def _keeps_bits(weight: Tensor, rule: RowRule, threads: list[int]) -> bool:
     most = max(PROBE_ROWS) if weight.shape[0] * max(PROBE_ROWS) < 2**24 else 136  # a vocabulary projection: fewer rows
-    x = _some_rows(weight, rule.padded(most))
+    x = telling_rows(weight, rule.padded(most))
     whole = linear_rows(x, weight, None, rule)
     for number, rows in enumerate(sorted({rule.padded(rows) for rows in PROBE_ROWS if rule.padded(rows) <= len(x)})):
         first = min((0, 8, 24)[number % 3], len(x) - rows)

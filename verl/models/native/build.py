@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from verl.models.model_cache import cache_root
-from verl.models.rows import PROOF, RowRule, linear_rows, packed_weight
+from verl.models.rows import PROOF, RowRule, linear_rows, packed_weight, telling_rows, telling_weight
 
 HERE = Path(__file__).parent
 SOURCES = ("decode.c", "head.c", "train.c")
@@ -126,17 +126,18 @@ class Space:
         return kept
 
 
-def find_product(weight: Tensor, rule: RowRule) -> Product:
-    """How oneDNN computes with a weight of this shape.
+def find_product(shape: torch.Size, rule: RowRule) -> Product:
+    """How oneDNN computes with weights (O, I) of this shape in bfloat16.
 
     Raises:
         Unavailable: in no way that ``numbers.h`` knows.
     """
-    outputs, inputs = weight.shape
+    outputs, inputs = shape
     if outputs % MULTIPLE or inputs % MULTIPLE:
         raise Unavailable(f"its sizes are not multiples of {MULTIPLE}")
     rows = -(-PROOF // outputs // PROBE_ROWS) * PROBE_ROWS
-    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    weight = telling_weight(shape, torch.bfloat16)
+    x = telling_rows(weight, rows)
     expected = linear_rows(x, weight, None, rule)
     out = torch.empty_like(expected)
     packed, place = laid_out(weight, rule)

@@ -141,7 +141,9 @@ class NativeDecoder:
         if head % MULTIPLE or head > LARGEST_HEAD or heads // kv_heads > LARGEST_GROUP:
             raise Unavailable("its heads are too wide, or too many share their keys")
         sizes = len(self._parts), 0, hidden, heads, kv_heads, head, inner, 0
-        products = [find_product(first.weights[name], self._plain.rule) for name in ("q", "k", "o", "gate", "down")]
+        products = [
+            find_product(first.weights[name].shape, self._plain.rule) for name in ("q", "k", "o", "gate", "down")
+        ]
         return _Sizes(*sizes, *products, scales.pop(), eps.pop())
 
     def _probe(self) -> None:

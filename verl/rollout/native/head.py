@@ -30,7 +30,7 @@ class NativeHead:
             raise Unavailable("the model is not in bfloat16 on a CPU")
         if policy.logits_of != PLAIN or self._head.weight.shape[0] < BLOCK:
             raise Unavailable("the model changes its logits, or has very few")
-        self._product, self._space = find_product(self._head.weight, self._rule), Space()
+        self._product, self._space = find_product(self._head.weight.shape, self._rule), Space()
         self._library = library()
         self._probe(policy)
 
