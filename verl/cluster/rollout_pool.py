@@ -126,7 +126,9 @@ class RolloutPool:
                 raise error.cause from error
             raise
         except RayActorError as error:
-            raise ClusterError(f"a rollout worker died during {what}", member.spec.pool) from error
+            pool, limit = f"cluster.pools.{member.spec.pool}", member.spec.memory_gb
+            fix = f"its limit is {limit:g} GiB: raise {pool}.memory_gb" if limit else "look at what it said before"
+            raise ClusterError(f"a rollout worker died during {what}", pool, fix) from error
 
     def generate(self, requests: list[Request], prompts: DataProto | None = None) -> list[Result]:
         box: list[Result] = []
