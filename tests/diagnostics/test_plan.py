@@ -129,6 +129,29 @@ def test_ranks_share_what_is_sharded(model: Path) -> None:
     assert 2 * update["holes of the last step"] == sum(update.values())
 
 
+def test_idle_roles_are_counted_where_they_are_needed(model: Path) -> None:
+    facts = read_facts(str(model))
+    offload = {f"{role}__{kind}_offload": True for role in ("actor", "critic") for kind in ("param", "optimizer")}
+    settings = {"model__dtype": "bfloat16", "algorithm__adv_estimator": "gae", "actor__use_kl_loss": True}
+    plain, moving = (config_of(model, **settings, **more) for more in ({}, offload | {"ref__param_offload": True}))
+    stays, moves = (processes(one, make_plan(one, 2, 0), facts, facts, LENGTHS, GIB)[0] for one in (plain, moving))
+    idle = {name for name in stays.held if name.startswith(("actor", "critic", "reference"))}
+    assert len(idle) == 7 and idle.isdisjoint(moves.held)
+    computing, masters, state = "compute weights (bfloat16)", "master weights (float32)", "optimizer state"
+    there = {
+        "rollout": {f"actor {computing}"},
+        "reference log-probs": {"reference weights"},
+        **{
+            f"{role} update": {f"{role} {part}" for part in (computing, masters, state)} for role in ("actor", "critic")
+        },
+    }
+    for stage, parts in there.items():
+        assert {name: size for name, size in moves.stages[stage].items() if name in idle} == {
+            name: stays.held[name] for name in parts
+        }
+    assert moves.peak < stays.peak
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("response", [60, 200])
 def test_what_a_forward_keeps(tmp_path: Path, dtype: torch.dtype, response: int) -> None:

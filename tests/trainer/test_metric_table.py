@@ -36,7 +36,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": {"dtype": "float16"},
         "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True},
         "actor": {
-            "ppo_mini_batch_size": 2, "clip_ratio_schedule": LINEAR, "policy_loss": {"loss_mode": "decoupled"}
+            "ppo_mini_batch_size": 2, "clip_ratio_schedule": LINEAR, "policy_loss": {"loss_mode": "decoupled"},
+            "optimizer_offload": True,
         },
         "trainer": {"val_before_train": True, "test_freq": 1},
         "rollout": {"val_kwargs": {"n": 2, "temperature": 1.0}},

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.algorithms.aggregation import count_denominators
 from verl.algorithms.metric import Metric, merge_all, reduce_metrics
+from verl.cluster.role_turns import share_trained
 from verl.config import ActorConfig, CriticConfig
 from verl.config.schema_data import Fp16Config
 from verl.errors import OutOfMemoryError, VerlError
@@ -30,6 +31,7 @@ from verl.protocol import DataProto
 from verl.training.actor import Actor
 from verl.training.critic import Critic
 from verl.training.micro_batches import Limits
+from verl.training.offload import Turns
 from verl.training.optimizer import MasterWeights
 from verl.training.parallel import ALONE, Ranks, join_ranks, leave_ranks
 from verl.training.parallel_sharded import ShardedWeights, master_weights
@@ -295,6 +297,40 @@ def adapting(member: Member, strategy: str, call: str, tokens: int, at: Mapping[
     with trapped(place) as trap:
         found = done()
     return found, done(), place > 0 and trap.left < 0
+
+
+def in_turns(member: Member, folder: Path | None, lockstep: bool) -> Any:
+    """Actor and critic take turns for two training steps, and make room for each other where there is a folder.
+
+    Returns:
+        Weights, moments and metrics; bytes of each one's storages in the other's turn.
+    """
+    ranks = Ranks(member.ranks.rank, member.ranks.size, lockstep)
+    models, limits = load(member.folder, torch.float32, ranks), Limits(None, 24, True)
+    actor = Actor(models.policy, ActorConfig(), limits, TEMPERATURE, models.policy_weights)
+    critic = Critic(models.value, CriticConfig(), limits, models.value_weights)
+    turns, held, metrics = Turns(torch.device("cpu"), folder or Path()), [], []
+    for name, role in (("actor", actor), ("critic", critic)) if folder else ():
+        share_trained(turns, role, name, True, True, role.weights.rest)
+    batch = make_batch(Shape(prompt_lengths=[4, 6], groups=[4, 2], responses=[5, 2, 7, 3, 6, 1], seed=4))
+    batch.meta_info["learning_rate"] = 1e-2
+    for _ in range(2):
+        turns.begin("critic")
+        batch.batch["values"] = critic.values(batch).batch["values"]
+        turns.begin("actor")
+        batch.batch["old_log_probs"] = actor.log_probs(batch).batch["old_log_probs"]
+        held.append(sum(t.untyped_storage().size() for t in (*critic.weights.computing(), *actor.optimizer.moments())))
+        for name, role, other in (("critic update", critic, actor), ("actor update", actor, critic)):
+            turns.begin(name)
+            metrics.append(floats(role.update(batch, count_denominators(batch.batch["response_mask"], FIXED_DIVISOR))))
+            away = *other.weights.computing(), *other.optimizer.moments()
+            held.append(sum(tensor.untyped_storage().size() for tensor in away))
+    found = {}
+    for name, role in (("actor", actor), ("critic", critic)):
+        turns.begin(f"{name} update")
+        found |= {f"{name}/{key}": value.detach().clone() for key, value in role.weights.masters.items()}
+        found |= {f"{name}/{key}": value.clone() for key, value in role.optimizer.state().items()}
+    return found, metrics, held
 
 
 def go_on(member: Member, strategy: str, source: Path | None, target: Path) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import Member, Outcome, Pool, go_on, one_rank, started_pool
+from rank_pool import Member, Outcome, Pool, go_on, in_turns, one_rank, started_pool
 from step_cases import Shape, distance, make_batch
 from test_split_law import MODES, WHOLE, actor_config, shapes
 from torch import Tensor
@@ -149,6 +149,22 @@ def test_memory_that_never_suffices_on_one_rank_is_told_by_that_rank(pools: dict
     found = pools[3].each("no_memory", 1)
     assert [type(error) for error in found] == [RanksLostError, OutOfMemoryError, RanksLostError]
     assert found[1].what == "what did not fit"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_roles_that_make_room_for_each_other_learn_the_same(
+    pools: dict[int, Pool], alone: Member, tmp_path: Path, size: int
+) -> None:
+    """To the bit, with whole weights on one rank and with sharded ones on several; and nothing of a role is there while
+    the other works."""
+    if size == 1:
+        found = [[in_turns(alone, folder, False)] for folder in (None, tmp_path)]
+    else:
+        found = [pools[size].each("in_turns", folder, True) for folder in (None, tmp_path)]
+    for (expected, metrics, stayed), (weights, others, held) in zip(*found, strict=True):
+        assert weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in weights)
+        assert others == metrics and any("exp_avg_sq" in name for name in weights)
+        assert held == [0] * 6 and all(stayed)
 
 
 CALLS = ["log_probs", "update of the actor", "values of the critic", "update of the critic", "full_kl"]

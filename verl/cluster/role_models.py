@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,28 +45,24 @@ class RoleModels:
         """One that is not trained here."""
         return PolicyModel(self._load(self.dtype, self.device))
 
-    def trained_policy(self) -> tuple[PolicyModel, MasterWeights]:
-        policy = PolicyModel(self._load_trained())
-        return policy, self._master_weights(policy)
-
-    def actor(self, policy: PolicyModel, weights: MasterWeights, reference: Reference | None) -> Actor:
-        config = self.config
+    def actor(self, reference: Reference | None) -> Actor:
+        """``reference``: in this process."""
+        config, policy = self.config, PolicyModel(self._load_trained())
         return Actor(
             policy,
             config.actor,
             limits_of(config.actor_batch(1), config),
             config.rollout.temperature,
-            weights,
+            self._master_weights(policy),
             config.algorithm.rollout_correction,
             None if reference is None else reference.policy,
         )
 
-    def reference(self, actor: MasterWeights | None) -> Reference:
-        """``actor``: in this process, whose layers take part in a KL over the whole vocabulary."""
+    def reference(self, abandon: Callable[[], None]) -> Reference:
+        """``abandon``: of the actor in this process, whose layers take part in a KL over the whole vocabulary."""
         config, (rows, tokens) = self.config, self.config.reference_batch()
         limits = Limits(rows, tokens, limits_of(config.actor_batch(1), config).share_prompts)
-        abandon = [] if actor is None else [actor.abandon]
-        passes = Passes("reference", limits, self.ranks, config.actor.auto_micro_batch, *abandon)
+        passes = Passes("reference", limits, self.ranks, config.actor.auto_micro_batch, abandon)
         return Reference(self.policy(), passes, config.rollout.temperature)
 
     def critic(self) -> Critic:

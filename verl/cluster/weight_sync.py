@@ -25,6 +25,7 @@ from torch import Tensor
 
 from verl.errors import DataError, EngineError, first_line
 from verl.protocol.files import read_safetensors
+from verl.protocol.wire import own_storage
 
 WEIGHTS = "weights"  # Ray's concurrency group for what is sent and received while a process computes
 BUCKET_BYTES = 2**28  # of one broadcast, unless a tensor alone is larger
@@ -307,7 +308,7 @@ def take(parameters: Mapping[str, Tensor], weights: Weights | Mapping[str, Tenso
 
 
 def _array(tensor: Tensor) -> NDArray[np.generic]:
-    tensor = tensor.cpu().contiguous()
+    tensor = own_storage(tensor.cpu().contiguous())
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 

@@ -22,6 +22,7 @@ from verl.cluster.early_scoring import EarlyScoring, Listener
 from verl.cluster.placement import Group, whole_run
 from verl.cluster.profiling import Recorder, Span, recorded
 from verl.cluster.role_models import RoleModels
+from verl.cluster.role_turns import share_actor, share_critic, share_reference, share_reward_model
 from verl.cluster.threads import available_cores, stand_where_the_run_was_started
 from verl.cluster.weight_sync import Meeting, Participant, Weights, exported
 from verl.config import Config, SupervisedConfig
@@ -32,12 +33,14 @@ from verl.models.memory import descendants, held_memory
 from verl.protocol import DataProto
 from verl.protocol.files import write_safetensors
 from verl.rewards.scorer import RuleScorer
-from verl.rollout.embedded import EngineLimits
+from verl.rollout.embedded import EmbeddedEngine, EngineLimits
 from verl.rollout.engines import EngineContext, engine_class, give_weights, make_engine, require_answers
 from verl.rollout.parity import ParityReport, compare, probe_requests
 from verl.rollout.protocol import BIT_PARITY, EngineStats, Request, Result, generate
+from verl.run_dir import RunDir
 from verl.training.actor import Actor
 from verl.training.critic import Critic
+from verl.training.offload import Turns, turn_of
 from verl.training.optimizer import MasterWeights, Optimizer
 from verl.training.parallel import Ranks, join_ranks
 from verl.training.passes import Passes
@@ -76,6 +79,7 @@ class Worker:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
         self._participant = Participant()
+        self._moved = 0.0  # seconds that are told already
         self._name = f"{self._group.pool}_{rank}"
         self.recorder = Recorder(config.profiler, self._name)
 
@@ -88,25 +92,27 @@ class Worker:
         if self._ranks.size > 1:
             join_ranks(self._ranks, self._meeting, config.cluster.collective_timeout, device)
         models = RoleModels(config, self._ranks, device)
-        weights = None
-        if "actor" in roles:
-            policy, weights = models.trained_policy()
+        self.turns = Turns(device, RunDir(config.run_dir).path)
         if "reference" in roles:
-            self._reference = models.reference(weights)
-        if weights is not None:
-            self._actor = models.actor(policy, weights, self._reference if "reference" in roles else None)
+            self._reference = models.reference(lambda: self._actor.weights.abandon() if "actor" in roles else None)
+            share_reference(self.turns, self._reference, config)
+        if "actor" in roles:
+            self._actor = models.actor(self._reference if "reference" in roles else None)
+            share_actor(self.turns, self._actor, config, self._rest_of_engine)
         self._tokenizer = tokenizer = load_tokenizer(*config.tokenizer)
         if "rollout" in roles:
-            assert weights is not None
-            own = models.policy().requires_grad_(False) if weights.sharded else policy
+            self.turns.begin("rollout")
+            sharded = self._actor.weights.sharded
+            self._engine_policy = models.policy().requires_grad_(False) if sharded else self._actor.policy
             limits = EngineLimits.of_run(config.rollout, config.data, self._ranks.size)
             ends = stop_ids(config.model.path, tokenizer)
-            self._engine = make_engine(EngineContext(own, tokenizer, ends, limits, config))
-            self._engine_policy = own
+            self._engine = make_engine(EngineContext(self._engine_policy, tokenizer, ends, limits, config))
         if "critic" in roles:
             self._critic = models.critic()
+            share_critic(self.turns, self._critic, config)
         if "reward" in roles and self._ranks.rank == 0:  # one rank scores: a reward may look at a batch as a whole
             model = load_reward_model(config, device, tokenizer, roles == {"reward"})
+            share_reward_model(self.turns, model, config)
             self._scorer = RuleScorer(config.reward, tokenizer.decode, self._reward, model)
             self._early = EarlyScoring(self._scorer, tokenizer)
         self._require_same_weights()
@@ -116,9 +122,16 @@ class Worker:
         report = self.compare(requests, self.generate(requests, None))
         return replace(report, decoding=getattr(self._engine, "decoding", ""))  # an engine of one's own may be silent
 
+    def _rest_of_engine(self) -> None:
+        """What it keeps of the actor's weights in another layout goes with them."""
+        engine = getattr(self, "_engine", None)
+        if isinstance(engine, EmbeddedEngine) and not self._actor.weights.sharded:
+            engine.rest()
+
     # rollout -------------------------------------------------------------------------------------------------------
 
     @recorded("rollout")
+    @turn_of("rollout")
     def generate(
         self, requests: list[Request], prompts: DataProto | None, listener: Listener | None = None
     ) -> list[Result]:
@@ -141,6 +154,7 @@ class Worker:
         self._early.finished(results)
 
     @recorded("rollout")
+    @turn_of("actor")
     def publish(self, version: int) -> None:
         """The engine's caches are dropped, the version is noted. Its weights are the actor's own tensors; where those
         are sharded, a copy that is brought up to date here."""
@@ -150,11 +164,13 @@ class Worker:
         return self._engine.stats()
 
     @recorded("actor")
+    @turn_of("actor")
     def exported_weights(self) -> Weights:
         """The actor's, for rollout workers; from the first rank."""
         return exported(self._published().items())
 
     @recorded("actor")
+    @turn_of("actor")
     def broadcast_weights(self, meeting: Meeting) -> str:
         """Send the same to rollout workers, from the first rank; what went wrong, if anything."""
         weights = self._published()
@@ -169,6 +185,7 @@ class Worker:
         return exported(self._sent.items())
 
     @recorded("actor")
+    @turn_of("actor")
     def write_weights(self, file: str) -> None:
         """The same into a safetensors file. Raises CheckpointError: the disk failed."""
         weights = self._published()
@@ -189,6 +206,7 @@ class Worker:
         rows, n = min(config.rollout.max_num_seqs, rows), config.rollout.n
         return probe_requests(self._actor.policy, rows, longest, n, config.rollout.temperature)
 
+    @turn_of("actor")
     def compare(self, requests: list[Request], results: list[Result]) -> ParityReport:
         name, temperature = self._config.rollout.name, self._config.rollout.temperature
         require_answers(name, requests, results)
@@ -219,6 +237,8 @@ class Worker:
     @recorded("reward")
     def score(self, batch: DataProto) -> DataProto:
         assert self._scorer is not None
+        if self._config.reward.model.path is not None:  # functions alone need no room
+            self.turns.begin("reward")
         self._early.forget(batch.non_tensor_batch.get("uid", ()))
         return self._scorer.score(batch)
 
@@ -230,26 +250,32 @@ class Worker:
     # process and update --------------------------------------------------------------------------------------------
 
     @recorded("actor")
+    @turn_of("actor")
     def actor_log_probs(self, batch: DataProto) -> DataProto:
         return self._actor.log_probs(batch)
 
     @recorded("reference")
+    @turn_of("reference")
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         return self._reference.log_probs(batch)
 
     @recorded("reference")
+    @turn_of("full KL")
     def full_kl(self, batch: DataProto) -> DataProto:
         return self._reference.full_kl(batch, self._actor.policy)
 
     @recorded("critic")
+    @turn_of("critic")
     def values(self, batch: DataProto) -> DataProto:
         return self._critic.values(batch)
 
     @recorded("actor")
+    @turn_of("actor update")
     def update_actor(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         return self._measured(self._actor, self._actor.policy.model, mini_batch, denominators)
 
     @recorded("critic")
+    @turn_of("critic update")
     def update_critic(self, mini_batch: DataProto, denominators: Denominators) -> dict[str, Metric]:
         return self._measured(self._critic, self._critic.model.backbone, mini_batch, denominators)
 
@@ -267,6 +293,9 @@ class Worker:
         seconds = time.perf_counter() - started
         # The batch is that of all ranks.
         flops = 0.0 if self._ranks.rank else TRAINING * forward_flops(model, attention.sum(1), responses)
+        if not self._ranks.rank and self.turns.seconds:
+            metrics["perf/offload_seconds"] = Metric(self.turns.seconds - self._moved, 1.0, "sum")
+            self._moved = self.turns.seconds
         return metrics | {
             f"perf/mfu/{passes.role}": Metric(flops, seconds * peak),
             f"perf/prefix_sharing/{passes.role}": Metric(passes.whole_tokens - whole, passes.packed_tokens - packed),
@@ -286,10 +315,12 @@ class Worker:
         """
         self._require_same_weights()
         with checkpoint_errors("write the checkpoint", Path(folder)):
-            writers = [
-                trained_writer(Path(folder) / name, weights, optimizer, background)
-                for name, weights, optimizer in self._trained()
-            ]
+            writers = []
+            for name, weights, optimizer in self._trained():
+                self.turns.begin(f"{name} update")
+                writers.append(trained_writer(Path(folder) / name, weights, optimizer, background))
+                if not background:
+                    writers.pop()()
             for passes in self._passes():
                 passes.save(Path(folder))
             if self._ranks.rank == 0 and "actor" in self._group.roles:
@@ -315,12 +346,14 @@ class Worker:
     def load(self, folder: str) -> None:
         """Take what :meth:`save` wrote."""
         for name, weights, optimizer in self._trained():
+            self.turns.begin(f"{name} update")
             load_trained(Path(folder) / name, weights, optimizer)
         for passes in self._passes():
             passes.load(Path(folder))
 
     def _require_same_weights(self) -> None:
-        for name, weights, _ in self._trained() if not self._ranks.lockstep else ():
+        for name, weights, _ in self._trained() if self._ranks.size > 1 and not self._ranks.lockstep else ():
+            self.turns.begin(f"{name} update")
             self._ranks.require_same(weights.masters, f"the {name}'s weights")
 
     def _passes(self) -> list[Passes]:

@@ -58,6 +58,8 @@ class RewardModelConfig(Section):
     truncation: Literal["left", "right"] = field("left", "Side on which longer ones lose tokens; left: responses stay.")
     max_token_len_per_gpu: Tokens = Field(16384, ge=2)
     """Most tokens of one of its forward passes; memory and speed only."""
+    param_offload: bool = False
+    """Move its weights away while another role of its process works, as actor.param_offload."""
 
 
 JUDGE_PROMPT = """\

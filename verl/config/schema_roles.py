@@ -118,6 +118,7 @@ class RolloutCorrectionConfig(Section):
 
 
 WORKERS = in_stage("start: the workers")
+MEMORY = in_stage("every stage: the workers")
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
@@ -185,6 +186,12 @@ class ActorConfig(Section):
     reshard_after_forward: bool = True
     """With fsdp2: layers are given up after the forward pass and gathered again for the backward pass; false: kept
     until then, for fewer exchanges and more memory."""
+    param_offload: bool = Field(False, **MEMORY)
+    """Move the actor's weights away while another role of its process works: into main memory from a GPU, from there
+    into a file of the run's folder."""
+    optimizer_offload: bool = Field(False, **MEMORY)
+    """The same with what only an optimizer step reads: AdamW's moments, and float32 weights beside those that compute
+    in another dtype."""
     ppo_mini_batch_size: Prompts = Field(256, ge=1)
     """Prompts in one optimizer step (all ranks together); divides data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: Responses | None = Field(None, ge=1)
@@ -256,6 +263,8 @@ class RefConfig(Section):
 
     acts_in: ClassVar[str] = "process: log-probs of the reference"
 
+    param_offload: bool = Field(False, **MEMORY)
+    """Move its weights away while another role of its process works, as actor.param_offload."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Fill forward passes up to log_prob_max_token_len_per_gpu tokens instead of a fixed number of responses; null: as
     whichever of the two is given, else as the actor."""
@@ -281,6 +290,10 @@ class CriticConfig(Section):
 
     optim: CriticOptimConfig = part(CriticOptimConfig)
     model: CriticModelConfig = part(CriticModelConfig)
+    param_offload: bool = Field(False, **MEMORY)
+    """Move its weights away while another role of its process works, as actor.param_offload."""
+    optimizer_offload: bool = Field(False, **MEMORY)
+    """The same with what only an optimizer step reads, as actor.optimizer_offload."""
     ppo_mini_batch_size: Prompts | None = Field(None, ge=1)
     """Prompts in one optimizer step of the critic; null: the actor's."""
     ppo_micro_batch_size_per_gpu: Responses | None = Field(None, ge=1)

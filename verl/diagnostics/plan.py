@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from verl.models.facts import ModelFacts
@@ -242,14 +243,31 @@ def _group(
             "one layer": kept_bytes(model, part, b) + passing_bytes(model, part, b) // 2,
             "logits of a chunk": min(CHUNK, part.rows * lengths.response) * model.vocabulary * b,
         }
+    held |= {"rollout weights": _frozen(model, b, device)} if "rollout" in group.roles and sharded else {}
+    moved = _moved(config, held, sharded)
     if "rollout" in group.roles:
-        if sharded:
-            held["rollout weights"] = _frozen(model, b, device)
-        stages["rollout"] = _rollout(config, group, model, lengths, memory - sum(held.values()), ranks)
-    width = config.data.max_prompt_length + config.data.max_response_length
-    whole = config.data.train_batch_size * config.rollout.n
-    held["columns of a batch"] = whole * (24 * width + 30 * config.data.max_response_length)
+        there = sum(size for name, size in held.items() if "rollout" in moved.get(name, ["rollout"]))
+        stages["rollout"] = _rollout(config, group, model, lengths, memory - there, ranks)
+    for name, stage in [(name, stage) for name, needing in moved.items() for stage in needing & stages.keys()]:
+        stages[stage][name] = held[name]
+    held = {name: size for name, size in held.items() if name not in moved}
+    whole, data = config.data.train_batch_size * config.rollout.n, config.data
+    held["columns of a batch"] = whole * (24 * data.max_prompt_length + 54 * data.max_response_length)
     return Process(f"{group.pool}: {group.named_roles}", ranks, device, held, stages)
+
+
+def _moved(config: Config, held: dict[str, int], sharded: bool) -> dict[str, set[str]]:
+    """Parts that make room while another role works, each with the stages that it is there in."""
+    found: dict[str, set[str]] = {}
+    for role, asked in (("actor", config.actor), ("critic", config.critic)):
+        masters, compute = f"{role} master weights (float32)", f"{role} compute weights ({config.model.dtype})"
+        computing = compute if compute in held else masters
+        if asked.param_offload:
+            found[computing] = {f"{role} update", *["rollout"] * (role == "actor" and not sharded)}
+        if asked.optimizer_offload:
+            found |= {name: {f"{role} update"} for name in (masters, f"{role} optimizer state") if name != computing}
+    found |= {"reference weights": {"reference log-probs"}} if config.ref.param_offload else {}
+    return {name: stages for name, stages in found.items() if name in held}
 
 
 def _update(
@@ -372,17 +390,11 @@ def smaller(config: Config, ranks: int) -> Iterator[list[str]]:
     else:
         caches = [[], *([f"rollout.max_num_seqs={size}"] for size in _halves(running))]
     sizes[0] = []
-    sharding = [[], ["actor.strategy=fsdp2"]]
-    for shard in sharding[: 1 + (ranks > 1 and actor.strategy != "fsdp2")]:
-        for saving in [[], ["model.enable_gradient_checkpointing=true"]][
-            : 2 - config.model.enable_gradient_checkpointing
-        ]:
-            for cache_words in caches:
-                for size in sizes:
-                    yield shard + saving + size + cache_words
+    shards = [[], ["actor.strategy=fsdp2"]][: 1 + (ranks > 1 and actor.strategy != "fsdp2")]
+    savings = [[], ["model.enable_gradient_checkpointing=true"]][: 2 - config.model.enable_gradient_checkpointing]
+    for shard, saving, cache_words, size in product(shards, savings, caches, sizes):
+        yield shard + saving + size + cache_words
 
 
-def _halves(number: int) -> Iterator[int]:
-    while number > 1:
-        number //= 2
-        yield number
+def _halves(number: int) -> list[int]:
+    return [number >> i for i in range(1, number.bit_length())]

@@ -49,6 +49,12 @@ def tensor_over(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableView(array)))
 
 
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU's memory under a storage object of its own. A storage that numpy once looked into never changes its size
+    again, which those of idle roles' weights do."""
+    return torch.from_dlpack(tensor.detach()) if tensor.device.type == "cpu" else tensor.detach()
+
+
 def array_over(name: str, tensor: torch.Tensor) -> np.ndarray:
     """A C-contiguous numpy array over the memory of a CPU tensor (a copy of any other tensor).
 

@@ -178,6 +178,12 @@ class EmbeddedEngine:
         self._forget()
         self._version = version
 
+    def rest(self) -> None:
+        """Let go of weights in another layout, which are made anew at the next step."""
+        for made in self._made.values():
+            if isinstance(made, NativeDecoder):
+                made.rest()
+
     def stats(self) -> EngineStats:
         return EngineStats(
             waiting=len(self.scheduler.waiting),

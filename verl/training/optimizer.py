@@ -13,6 +13,7 @@ from verl.algorithms.metric import Metric
 from verl.config import OptimConfig
 from verl.config.schema_data import Fp16Config
 from verl.errors import CheckpointError, VerlError
+from verl.models.rows import forget_packed
 from verl.training.parallel import ALONE, Ranks
 
 WATCHED = 16  # numbers of each parameter, to see that it changes
@@ -110,6 +111,21 @@ class MasterWeights:
         gradients = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
         self.ranks.sum_(list(gradients.values()), "the gradients of an optimizer step")
         return gradients
+
+    def computing(self) -> list[Tensor]:
+        """What forward and backward passes read, of this rank."""
+        cast = {id(master) for _, master in self._copies}
+        own = [master for master in self.masters.values() if id(master) not in cast]
+        return [*own, *(parameter for parameter, _ in self._copies)]
+
+    def apart(self) -> list[Tensor]:
+        """Masters that only an optimizer step and a checkpoint read."""
+        return [master for _, master in self._copies]
+
+    def rest(self) -> None:
+        """Drop what was made of the weights to compute with them."""
+        for weight in self.computing():
+            forget_packed(weight)
 
     def watched(self) -> Tensor:
         """A copy of up to 16 numbers of each whole parameter, spread over it; those of this rank."""
@@ -266,6 +282,10 @@ class Optimizer:
 
     def clear(self) -> None:
         self._weights.clear_gradients()
+
+    def moments(self) -> list[Tensor]:
+        """The large tensors of its state; none before the first step."""
+        return [value for state in self._adamw.state.values() for value in state.values() if value.dim()]
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step counts, flat, as ``exp_avg/<name of parameter>``; empty before the first step.

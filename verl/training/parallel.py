@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import RanksLostError, VerlError, first_line
+from verl.protocol.wire import own_storage
 
 BUCKET_ELEMENTS = 2**23  # of one all-reduce, unless a tensor alone is larger
 IN_FLIGHT = 4
@@ -153,7 +154,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     """CRC-32 of the bits of all tensors, in their order."""
     found = 0
     for tensor in tensors.values():
-        data = tensor.detach().cpu().contiguous().view(-1)
+        data = own_storage(tensor.detach().cpu().contiguous()).view(-1)
         found = zlib.crc32(data.view(torch.uint8).numpy().data, found)
     return found
 

@@ -106,6 +106,10 @@ class ShardedWeights(MasterWeights):
         for module in self._fsdp:
             module.reshard()
 
+    def rest(self) -> None:
+        """The layers that are still whole are given up."""
+        self.publish()
+
     def abandon(self) -> None:
         """Layers that were whole are given up, and so are gradients of earlier micro-batches, which FSDP keeps."""
         states: list[Any] = [module._get_fsdp_state() for module in self._fsdp]

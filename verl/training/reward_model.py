@@ -52,7 +52,7 @@ class RewardModel(Reward):
         positions: int | None,
         alone: bool = False,
     ) -> None:
-        self._model, self._config = model.requires_grad_(False).eval(), config
+        self.model, self._config = model.requires_grad_(False).eval(), config
         self._limit = min(config.max_token_len_per_gpu, config.max_length or 2**60, positions or 2**60)
         self._renderer = None if _alike(tokenizer, actor_tokenizer) else Renderer(tokenizer, ends, {})
         self._threads = ThreadPoolExecutor(1, "reward-model") if alone else None
@@ -122,8 +122,8 @@ class RewardModel(Reward):
                 [read[i][0] for i in rows], responses, max(map(len, responses)), [numbers[groups[i]] for i in rows]
             )
             ends = torch.tensor([len(response) - 1 for response in responses])
-            packed = packed.only(packed.columns == ends[packed.rows]).to(model_device(self._model))
-            for i, value in zip(rows, self._model(packed).float().tolist(), strict=True):
+            packed = packed.only(packed.columns == ends[packed.rows]).to(model_device(self.model))
+            for i, value in zip(rows, self.model(packed).float().tolist(), strict=True):
                 values[i] = value
         return values
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.errors import CheckpointError
 from verl.protocol.files import read_safetensors, write_safetensors, write_safetensors_share
+from verl.protocol.wire import own_storage
 from verl.training.optimizer import MasterWeights, Optimizer
 
 WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
@@ -35,7 +36,7 @@ def trained_writer(folder: Path, weights: MasterWeights, optimizer: Optimizer, c
         return lambda: None
 
     def taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {key: t.detach().to("cpu", copy=True) if copy else t.detach() for key, t in tensors.items()}
+        return {key: t.detach().to("cpu", copy=True) if copy else own_storage(t) for key, t in tensors.items()}
 
     files = {WEIGHTS_FILE: taken(weights.masters), OPTIMIZER_FILE: taken(optimizer.state())}
 

@@ -110,6 +110,9 @@ class NativeDecoder:
         )
         return x[:rows]
 
+    def rest(self) -> None:
+        self._stamps, self._held = [], []
+
     def _point(self, pool: KVPool) -> None:
         """Take the addresses of tensors that are new, and lay out weights that have changed."""
         tensors = [x for part in self._parts for x in (*part.weights.values(), *part.vectors.values()) if x is not None]
