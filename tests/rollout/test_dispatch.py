@@ -278,6 +278,29 @@ def test_an_engine_that_fails_with_every_prompt_is_an_early_error(prompts: int) 
     assert now < 20
 
 
+def test_an_engine_that_fails_with_every_prompt_of_a_later_step_is_an_error_then() -> None:
+    """While one bad prompt after good ones, or alone in its step, is lost and no more."""
+    dispatcher = with_workers(8)
+
+    def step(number: int, good: int, bad: int) -> list[bool]:
+        """Whether each prompt's response was lost."""
+        requests = [r for draw in range(10 * number, 10 * number + good + bad) for r in group(draw)]
+        dispatcher.submit(requests, float(number))
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(requests):
+            for request in dispatcher.assign(float(number))["0"]:
+                if request in requests[:good]:
+                    dispatcher.complete("0", [result(request.slot)], float(number))
+                else:
+                    dispatcher.fail("0", [request.slot], "refused", float(number))
+            outcomes += dispatcher.take()
+        return [isinstance(outcome, Lost) for outcome in outcomes]
+
+    assert [step(0, 2, 0), step(1, 2, 1), step(2, 0, 1)] == [[False] * 2, [False] * 2 + [True], [True]]
+    with pytest.raises(EngineError, match="refused"):
+        step(3, 0, 2)
+
+
 def test_many_bad_prompts_among_good_ones_that_take_their_time_are_no_reason_to_give_up() -> None:
     dispatcher = with_workers(200)
     requests = [r for draw in range(100) for r in group(draw)]

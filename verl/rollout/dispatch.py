@@ -83,6 +83,7 @@ class Dispatcher:
         self._unfinished: OrderedDict[Slot, Entry] = OrderedDict()  # oldest first
         self._outcomes: list[Outcome] = []
         self._counts: Counter[str] = Counter()
+        self._before = 0, 0  # finished, and failing, when last nothing was in hand
         self._failing: set[str] = set()  # prompts that failed at their first attempt since anything succeeded
 
     def add_worker(self, worker: str, capacity: int, now: float) -> None:
@@ -134,6 +135,8 @@ class Dispatcher:
             if n > 1 or slot in self._unfinished:
                 raise EngineError("a sample was asked for again before it was done", slot)
         entries = [Entry(request, now) for request in requests]
+        if not self._unfinished:
+            self._before = self._counts["finished"], len(self._failing)
         self._unfinished.update((entry.request.slot, entry) for entry in entries)
         self._enqueue(entries, front)
 
@@ -360,6 +363,8 @@ class Dispatcher:
     def _hopeless(self, sent: float) -> bool:
         """Whether no prompt succeeds: none sent up to then that is still in hand is left to hope for."""
         if len(self._failing) < HOPELESS_PROMPTS:
-            return not self._unfinished and not self._counts["finished"]
+            finished, failing = self._before
+            several = not finished or len(self._failing) > failing + 1  # one prompt alone may be at fault
+            return several and not self._unfinished and self._counts["finished"] == finished
         in_hand = (entry for worker in self._workers.values() for entry in worker.hand.values())
         return all(entry.failures or entry.sent > sent for entry in in_hand)
