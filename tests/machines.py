@@ -24,7 +24,6 @@ PORT = 6379
 STORE_BYTES = 2**27
 OWN_MEMORY = "mount -t tmpfs tmpfs /dev/shm"
 OWN_FILES = f"{OWN_MEMORY} && mount -t tmpfs tmpfs /tmp"
-BOTH_HAVE = "mount --bind {0} /mnt && " + OWN_FILES + " && mkdir -p {0} && mount --bind /mnt {0}"
 
 
 class Machine:
@@ -72,6 +71,16 @@ def two_machines(shared: Path | None = None) -> Iterator[tuple[Machine, Machine]
             first.die()
 
 
+def _own_files_but(folders: list[Path]) -> str:
+    """A command that gives a /tmp of its own, where these are still what they are outside."""
+    words = ["mount --bind /tmp /mnt", OWN_FILES]
+    for folder in sorted(folder.resolve() for folder in folders):
+        if folder.is_relative_to("/tmp"):
+            inside, outside = shlex.quote(str(folder)), shlex.quote(f"/mnt/{folder.relative_to('/tmp')}")
+            words.append(f"mkdir -p {inside} && mount --bind {outside} {inside}")
+    return " && ".join(words)
+
+
 @contextmanager
 def _rooms(shared: Path | None) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Words that have a command run in the first, and in the second, of two namespaces; none: there are no such."""
@@ -80,7 +89,7 @@ def _rooms(shared: Path | None) -> Iterator[tuple[tuple[str, ...], ...]]:
         return
     holders: list[subprocess.Popen[bytes]] = []
     try:
-        for mounts in (OWN_MEMORY, OWN_FILES if shared is None else BOTH_HAVE.format(shlex.quote(str(shared)))):
+        for mounts in (OWN_MEMORY, _own_files_but([ROOT, Path(sys.prefix), *([shared] if shared else [])])):
             script = f"{mounts} && ip link set lo up && echo there && exec sleep infinity"
             holders.append(
                 subprocess.Popen(["unshare", "--net", "--mount", "sh", "-c", script], stdout=subprocess.PIPE)

@@ -305,6 +305,6 @@ def test_a_batch_without_its_columns_is_refused_by_name():
 def test_throughput_in_batches():
     text = "Let me think. 16 - 3 - 4 = 9 eggs, which sell for 9 * 2 = $18.\n" * 5
     batch, scorer = batch_of([f"{text}#### {i}" for i in range(4096)]), RuleScorer(RewardConfig())
-    start = time.perf_counter()
+    start = time.process_time()  # whatever else runs here
     scorer.score(batch)
-    assert 4096 / (time.perf_counter() - start) > 5000  # several times that on a quiet core
+    assert 4096 / (time.process_time() - start) > 5000  # several times that on a quiet core

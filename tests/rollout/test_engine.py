@@ -501,8 +501,8 @@ def test_prompts_at_the_borders_of_blocks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("new", [1, 2])
 @pytest.mark.parametrize("heads", [2, 4, 8])
 def test_followers_of_a_prompt_of_one_block(heads: int, new: int) -> None:
-    """They read the same single block, alone or beside others: B rows, B * G from 1 to 16."""
-    policy = random_policy(num_attention_heads=heads)
+    """They read the same single block, alone or beside others: B rows, B * G from 1 to 16, of heads of 16."""
+    policy = random_policy(num_attention_heads=heads, hidden_size=16 * heads)
     prompts = random_prompts([128, 5, 128])
     for n in (2, 3, 5, 9):
         for chosen in (prompts[:1], prompts[:2], prompts[1:], prompts):

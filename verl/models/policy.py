@@ -7,6 +7,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from verl.errors import ModelError
@@ -118,9 +119,10 @@ class ValueModel(nn.Module):
         self.backbone = disable_dropout(model.base_model)
         if isinstance(getattr(model, "score", None), nn.Linear):
             self.value_head: nn.Linear = model.score.float()  # type: ignore[assignment]
+            self.value_head.__class__ = _ValueHead
             return
         embedding = self.backbone.get_input_embeddings().weight
-        self.value_head = nn.Linear(embedding.shape[1], 1, device=embedding.device)
+        self.value_head = _ValueHead(embedding.shape[1], 1, device=embedding.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -135,7 +137,17 @@ class ValueModel(nn.Module):
         packed = packed.filled(self.rows.padded)
         hidden = decoder_states(self.backbone, packed.input_ids, packed.position_ids, PackedContext(packed))
         predictors = hidden.index_select(0, packed.response_index)
-        return self.value_head(predictors.to(self.value_head.weight.dtype)).sum(1)  # of one column; FSDP likes no views
+        return self.value_head(predictors.to(self.value_head.weight.dtype))  # type: ignore[no-any-return]
+
+
+class _ValueHead(nn.Linear):
+    """(M, H) -> (M,), row by row: the bits of a matmul with one column depend on how many rows it has."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.shape[0]
+        # Fewer than 8 rows are summed in another order; see LEAST_ROWS of verl.models.native.training.
+        values = (F.pad(input, (0, 0, 0, -rows % 8)) * self.weight).sum(1)[:rows]
+        return values if self.bias is None else values + self.bias
 
 
 def follow_row_rule(model: PreTrainedModel, dtype: torch.dtype | None = None) -> RowRule:
