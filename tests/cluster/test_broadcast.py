@@ -114,3 +114,22 @@ def test_who_was_not_reached_gets_what_was_sent_and_the_next_ones_meet_anew() ->
     assert [meeting.workers for meeting in sent] == [("a", "b")] * 4 + [("b",)]
     assert sent[2] == sent[1] and len({meeting.name for meeting in sent[2:]}) == 3
     assert forgotten == [sent[0].name, sent[3].name, sent[4].name]
+
+
+def test_who_answers_first_makes_no_new_meeting() -> None:
+    meetings: list[Meeting] = []
+    order = ["a", "b"]
+
+    def workers(method: str, *arguments: object) -> Callable[[], dict[str, str]]:
+        return lambda: dict.fromkeys(order, "")
+
+    def send(meeting: Meeting) -> str:
+        meetings.append(meeting)
+        return ""
+
+    anew = partial(Meeting, seconds=1.0, nccl=False, local=True)
+    sync = Broadcast(send, dict, anew, lambda name: None, lambda *event: None)
+    for version in (1, 2):
+        sync.publish(version, workers)
+        order.reverse()
+    assert meetings[0] is meetings[1] and meetings[0].workers == ("a", "b")

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "reward.model.max_length",
     "reward.model.truncation",
     "reward.model.max_token_len_per_gpu",
+    "reward.model.param_offload",
     *(  # where there is a judge: test_judge.py
         f"reward.judge.{name}"
         for name in ("model", "prompt", "pattern", "weight", "api_key_env", "max_concurrency", "requests_per_minute")

@@ -233,7 +233,7 @@ def test_the_critics_gradient_is_that_of_the_loss_written_out(float64: Policies,
             states = model.backbone(torch.cat([prompt, response])[None], use_cache=False).last_hidden_state[0]
         finally:
             model.backbone.set_attn_implementation(used)
-        values = model.value_head(states[len(prompt) - 1 : -1])[:, 0]
+        values = model.value_head(states[len(prompt) - 1 : -1])
         old, returns = columns["values"][row, :length], columns["returns"][row, :length]
         held = old + (values - old).clamp(-0.5, 0.5)
         loss = (0.5 * torch.maximum((values - returns) ** 2, (held - returns) ** 2))[mask[row, :length]]

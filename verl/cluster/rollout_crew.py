@@ -169,6 +169,8 @@ class Crew:
         timeout, now = self._config.rollout.worker_timeout, time.monotonic()
         for member in list(self.members.values()):
             limit = timeout if member.ready else max(timeout, self._config.cluster.start_timeout)
+            if "receive" in member.calls.values():  # which itself waits for others as long as that, and then answers
+                limit *= 1.5
             if not (member.ready or member.told) and now - member.heard > ROOM_SECONDS:
                 member.told, free = True, ray.available_resources()
                 wants = [

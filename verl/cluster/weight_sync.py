@@ -153,7 +153,7 @@ class Broadcast:
         self._exported: Any = None
 
     def publish(self, version: int, workers: Workers) -> None:
-        there = tuple(workers("ready")())  # who is dead is not waited for
+        there = tuple(sorted(workers("ready")()))  # who is dead is not waited for; whoever answered first
         new = self._meeting is None or there != self._meeting.workers
         meeting = self._meeting_of(f"broadcast-{secrets.token_hex(8)}", there) if new else self._meeting
         assert meeting is not None
