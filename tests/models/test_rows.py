@@ -180,7 +180,7 @@ def noisy(changes: bool, in_blocks: bool) -> object:
 )
 def test_the_probe_tells(all_rows: bool, in_blocks: bool, expected: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "linear_rows", noisy(all_rows, in_blocks))
-    monkeypatch.setattr(rows, "_batches_keep_bits", lambda dtype: True)
+    monkeypatch.setattr(rows, "_batches_keep_bits", lambda: True)
     assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4))) == expected
 
 
@@ -201,7 +201,7 @@ def test_what_the_probe_looks_at_shows_the_order_of_sums(inputs: int) -> None:
 def test_conv1d_is_probed_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(rows, "_keeps_bits", lambda weight, *_: shapes.append(tuple(weight.shape)) or True)
-    monkeypatch.setattr(rows, "_batches_keep_bits", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(rows, "_batches_keep_bits", lambda: True)
     assert choose_row_rule(nn.Sequential(nn.Linear(8, 4), Conv1D(2, 4), nn.Linear(8, 4))).proven
     assert shapes == [(4, 8), (2, 4)]  # (out, in), each shape once
 

@@ -222,7 +222,8 @@ def choose_row_rule(model: nn.Module, dtype: torch.dtype | None = None) -> RowRu
     found = _probe(weights)
     # Experts keep their matrices stacked and see as many rows as tokens chose them: no rule reaches them.
     plain = all(parameter.dim() < 3 for parameter in model.parameters())
-    batches = all(_batches_keep_bits(kind) for kind in {weight.dtype for weight in weights.values()})
+    # MKL's; oneDNN, which computes in bfloat16, sums so few numbers pair after pair.
+    batches = torch.float32 not in {weight.dtype for weight in weights.values()} or _batches_keep_bits()
     return replace(found, proven=found.proven and plain and batches)
 
 
@@ -318,15 +319,16 @@ def _product_of_each(x: Tensor, y: Tensor, batch: int = 3) -> Tensor:
 @lru_cache
 @torch.inference_mode(False)
 @torch.no_grad()
-def _batches_keep_bits(dtype: torch.dtype) -> bool:
-    """Whether attention's batched matmuls give a row the same bits beside any others, and beside keys that count 0.
+def _batches_keep_bits() -> bool:
+    """Whether attention's batched matmuls in float32 give a row the same bits beside any others, and beside keys that
+    count 0.
 
     MKL promises it on Intel's CPUs alone; see :mod:`verl.models.attention` for what is asked of it.
     """
     for size in HEADS:
         keys, values = (
-            telling_weight(torch.Size([KEYS, size]), dtype),
-            telling_weight(torch.Size([size, KEYS]), dtype).T,
+            telling_weight(torch.Size([KEYS, size]), torch.float32),
+            telling_weight(torch.Size([size, KEYS]), torch.float32).T,
         )
         queries, probs, values = telling_rows(keys, MANY), telling_rows(values.T, MANY), values.contiguous()
         scores, outs = _product_of_each(queries, keys.T), _product_of_each(probs, values)
